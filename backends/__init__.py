@@ -1,0 +1,1 @@
+"""Stores: each backend is an fsspec filesystem (`base.py` is the whole interface)."""

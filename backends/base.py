@@ -1,0 +1,145 @@
+"""What a store can do: the whole interface between ckptmgr and storage.
+
+A backend *is* an fsspec filesystem. Above this package only these fsspec verbs are used: `pipe_file`, `put_file`, `get_file`,
+`cat_file`, `info`, `exists`, `find`, `ls`, `rm_file`, plus two of ours, `capabilities` and `stored_crc`. Paths have no protocol: `bucket/key` on object
+stores, an absolute path on local disk. `//` and trailing slashes are never part of a key.
+
+Contract, for every implementation (the suite is `ckptmgr.testing.contract`):
+- All methods may be called from any thread.
+- A write is all or nothing: readers see the old bytes, the new bytes, or nothing; once it returns, the bytes are durable.
+- Nothing is cached: a listing or a read sees what another process wrote before the call.
+- Library errors become `ckptmgr.core.errors` at one place per backend, `raise … from exc`, and are only classified: whether to
+  try again is decided in `retry.py`. "Not found" is raised only when the store said so; a refusal or a timeout never is (I7).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from fsspec.spec import AbstractFileSystem
+
+from ckptmgr.core.checksums import Digests
+
+CrcKind = Literal["crc64nvme", "crc64xz"]
+WriteMode = Literal["overwrite", "create"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What one store is able to do, as far as its kind is known; a bucket's own ability is probed when a run is created.
+
+    Attributes:
+        create_only: `pipe_file(mode="create")` is decided by the store itself, atomically, among all writers.
+        stored_crc: which CRC the store keeps with a whole object and hands out without a download; None if none.
+        is_local: the files are on this machine, so hard links and `os` calls work on the paths.
+    """
+
+    create_only: bool
+    stored_crc: CrcKind | None
+    is_local: bool = False
+
+
+class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
+    """An fsspec filesystem with the guarantees of this module's docstring.
+
+    Instances are not cached by fsspec and keep no listings: another process's commit must be visible at the next call (K112).
+    """
+
+    cachable = False
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, **storage_options: Any) -> None:
+        super().__init__(use_listings_cache=False, skip_instance_cache=True, **storage_options)
+
+    @abstractmethod
+    def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
+        """Store `value` at `path` in one request, all or nothing; for small objects (manifests, records).
+
+        Blocks until the object is durable.
+
+        Raises:
+            ObjectExistsError: `mode` is "create" and `path` exists; nothing was written.
+            TransientBackendError: the outcome is unknown; read `path` back before judging.
+        """
+
+    @abstractmethod
+    def put_file(
+        self, lpath: str, rpath: str, callback: Any = None, mode: WriteMode = "overwrite", *, expected: Digests | None = None, **kwargs: Any
+    ) -> None:
+        """Store the local file `lpath` at `rpath`, all or nothing.
+
+        The bytes are digested while they are read. With `expected`, the object only becomes visible, or stays, when
+        what was read and what the store says it holds are both those bytes.
+
+        Args:
+            callback: an fsspec callback; `relative_update(n)` is called with the number of bytes moved.
+            expected: the digests of the file when it was described.
+
+        Raises:
+            SourceChangedError: `lpath` vanished, or is not `expected` (any more); nothing stays at `rpath` (I10).
+            ChecksumMismatchError: the store reports other bytes than were sent; nothing stays at `rpath`.
+            ObjectExistsError: `mode` is "create" and `rpath` exists.
+            TransientBackendError: the outcome is unknown.
+        """
+
+    @abstractmethod
+    def get_file(self, rpath: str, lpath: str, callback: Any = None, outfile: Any = None, **kwargs: Any) -> None:
+        """Write the object `rpath` to the local file `lpath`, replacing it; its directory must exist.
+
+        Verifies the length it was promised, not the content: the caller compares digests. Not durable until the caller syncs. A failure
+        may leave a part of the file at `lpath`.
+
+        Raises:
+            ObjectNotFoundError: no such object.
+        """
+
+    @abstractmethod
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """The bytes `[start, end)` of the object at `path`, negative offsets counting from its end as in a slice.
+
+        Raises:
+            ObjectNotFoundError: no such object.
+        """
+
+    @abstractmethod
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """`{"name", "size", "type": "file" | "directory", "etag"?}` of the object, or of the prefix, at `path`.
+
+        A "directory" is a prefix that at least one key starts with (object stores) or a real directory (local).
+
+        Raises:
+            ObjectNotFoundError: neither an object nor a prefix.
+        """
+
+    @abstractmethod
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """The entries one level below `path`, sorted by name, as `info` records (`detail`) or names. A file lists itself.
+
+        Raises:
+            ObjectNotFoundError: neither an object nor a prefix.
+        """
+
+    @abstractmethod
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> list[str] | dict[str, dict[str, Any]]:
+        """Every file below `path`, sorted by name (any page size, any number); empty when there is none.
+
+        With `detail`, a dict from name to `info` record. Only whole path components match: `run1` does not find `run10/x`.
+        """
+
+    @abstractmethod
+    def rm_file(self, path: str) -> None:
+        """Remove one object. Already gone is success, so that an interrupted clean-up can be repeated."""
+
+    @abstractmethod
+    def stored_crc(self, path: str) -> tuple[CrcKind, str] | None:
+        """The CRC-64 that the store keeps for the whole object, as (kind, 16 hexadecimal digits), without a download.
+
+        None when the store keeps none for this object (`capabilities.stored_crc` is None, or it was written by another tool).
+
+        Raises:
+            ObjectNotFoundError: no such object.
+        """

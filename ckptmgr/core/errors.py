@@ -1,0 +1,204 @@
+"""Every error that ckptmgr raises on purpose, and the exit code each one means.
+
+    CkptmgrError                                                            1 unexpected
+    ├─ ConfigError (ValueError)                                             2 usage, configuration, unknown scheme
+    │  └─ MissingExtraError (ImportError)                                   2
+    ├─ ConflictError                                                        7 would mix or overwrite; nothing was changed
+    ├─ ManifestError ── ManifestVersionError                                5 damaged / made by a newer ckptmgr
+    ├─ IntegrityError ── ChecksumMismatchError · SizeMismatchError · MissingObjectError · SourceChangedError     5
+    ├─ CheckpointError
+    │  ├─ CheckpointNotFoundError (FileNotFoundError)                       3
+    │  ├─ CheckpointExistsError (FileExistsError)                           7
+    │  └─ NotCommittedError                                                 3 data is there, its manifest is not
+    ├─ BackendError: backend, operation, key                                4 store unavailable or refused
+    │  ├─ TransientBackendError ── ThrottledError · BackendTimeoutError (TimeoutError)
+    │  └─ PermanentBackendError
+    │     ├─ ObjectNotFoundError (FileNotFoundError) · ObjectExistsError (FileExistsError)
+    │     └─ AccessDeniedError (PermissionError) · BucketNotFoundError · DiskFullError
+    ├─ UploadError ── UploadPendingError                                    6 uploads still pending
+    └─ ResumeError ── IncompatibleStateError                                5
+
+Exit codes are those of the interface people script against; the command line maps an error to its class's `exit_code` and
+prints `str(error)`: one line with what, where, why and, after a dash, what to do (`hint`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _rebuild(cls: type[CkptmgrError], message: str, facts: dict[str, Any]) -> CkptmgrError:
+    error = cls(message)
+    error.__dict__.update(facts)
+    return error
+
+
+class CkptmgrError(Exception):
+    """The base of all errors that ckptmgr raises on purpose.
+
+    Keyword arguments become attributes (`error.key`, `error.step`, …), so that messages, logs and tests read the same facts.
+    All errors pickle, attributes included: they cross from a worker to its supervisor.
+
+    Args:
+        message: what happened, where and why, in one line.
+        hint: what the reader can do about it; "" when there is nothing to say.
+        facts: attributes of this error.
+    """
+
+    exit_code = 1
+    hint: str = ""
+
+    def __init__(self, message: str = "", *, hint: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        if hint:
+            self.hint = hint
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return f"{self.message} - {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+class ConfigError(CkptmgrError, ValueError):
+    """A wrong argument, option, URL, selector or configuration value."""
+
+    exit_code = 2
+
+
+class MissingExtraError(ConfigError, ImportError):
+    """An optional package that this operation needs is not installed; the hint says what to install."""
+
+
+class ConflictError(CkptmgrError):
+    """Going on would mix, overwrite or orphan something; nothing was changed."""
+
+    exit_code = 7
+
+
+class ManifestError(CkptmgrError):
+    """A manifest cannot be read: not JSON, truncated, a wrong digest, or fields that make no sense."""
+
+    exit_code = 5
+
+
+class ManifestVersionError(ManifestError):
+    """A manifest (or run.json) was written by a newer ckptmgr with a format this one does not know."""
+
+
+class IntegrityError(CkptmgrError):
+    """Stored bytes are not the bytes that a manifest describes."""
+
+    exit_code = 5
+
+
+class ChecksumMismatchError(IntegrityError):
+    """A digest differs from the one recorded; `expected` and `actual` hold both."""
+
+
+class SizeMismatchError(IntegrityError):
+    """A size in bytes differs from the one recorded; `expected` and `actual` hold both."""
+
+
+class MissingObjectError(IntegrityError):
+    """An object that a manifest names is not there; `key` names it."""
+
+
+class SourceChangedError(IntegrityError):
+    """A local file changed, shrank or vanished between being described and being uploaded (I10); `path` names it."""
+
+
+class CheckpointError(CkptmgrError):
+    """Something about one checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint matches: an unknown selector, an empty run, or no run at the URL."""
+
+    exit_code = 3
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A target already holds something else and replacing it was not asked for."""
+
+    exit_code = 7
+
+
+class NotCommittedError(CheckpointError):
+    """Data lies there, but no manifest: by I1 it is not a checkpoint."""
+
+    exit_code = 3
+
+
+class BackendError(CkptmgrError):
+    """A store refused or failed. Attributes: `backend` ("s3", "oss", "local", …), `operation`, `key`."""
+
+    exit_code = 4
+    backend: str = ""
+    operation: str = ""
+    key: str = ""
+
+
+class TransientBackendError(BackendError):
+    """It may work when tried again. For a write the outcome is unknown: read back before judging."""
+
+    retry_after_s: float | None = None
+
+
+class ThrottledError(TransientBackendError):
+    """The store asked for fewer requests (503 SlowDown, 429); `retry_after_s` when it said for how long."""
+
+
+class BackendTimeoutError(TransientBackendError, TimeoutError):
+    """No answer in time, or the connection broke."""
+
+
+class PermanentBackendError(BackendError):
+    """Trying again will not help until somebody changes something."""
+
+
+class ObjectNotFoundError(PermanentBackendError, FileNotFoundError):
+    """No object has this key. The store was asked and said so (I7): a failed look-up is never this error."""
+
+    exit_code = 3
+
+
+class ObjectExistsError(PermanentBackendError, FileExistsError):
+    """A create-only write was refused because the key exists; nothing was written."""
+
+    exit_code = 7
+
+
+class AccessDeniedError(PermanentBackendError, PermissionError):
+    """The credentials are wrong, expired, or lack a permission."""
+
+
+class BucketNotFoundError(PermanentBackendError):
+    """The bucket (or the local parent directory) does not exist."""
+
+
+class DiskFullError(PermanentBackendError):
+    """A file system has no room left; `needed_bytes` and `free_bytes` when known."""
+
+
+class UploadError(CkptmgrError):
+    """A checkpoint did not become durable."""
+
+    exit_code = 6
+
+
+class UploadPendingError(UploadError):
+    """Uploads are left pending; `stems` names them. They stay in the local tier."""
+
+
+class ResumeError(CkptmgrError):
+    """A checkpoint was found but the training state could not be restored from it."""
+
+    exit_code = 5
+
+
+class IncompatibleStateError(ResumeError):
+    """The checkpoint does not fit the objects it should be loaded into; `piece` names the part."""
