@@ -1,0 +1,81 @@
+"""What is newest (I4): the chain of checkpoints that the highest claimed attempt descends from.
+
+    newest = the last commit, by (step, seq), of the highest claimed attempt; if it has none, of its recorded parent's chain, and so on down.
+
+After an automatic resume a later commit of the parent's attempt counts: it was on its way when the process died, and the resumed
+attempt would have taken it had it arrived in time. After an explicit rewind only commits up to the parent do: the user turned away from the rest.
+Modification times, wall clocks and string order play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.records import AttemptRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The part of one attempt that belongs to a chain: all its commits, or those up to `last` = (step, seq) inclusive."""
+
+    attempt: int
+    last: tuple[int, int] | None = None
+
+    def holds(self, stem: Stem) -> bool:
+        return stem.attempt == self.attempt and (self.last is None or stem.position <= self.last)
+
+
+def spans(attempts: Mapping[int, AttemptRecord], committed_attempts: Iterable[int] = ()) -> list[Span]:
+    """The attempts of the present lineage, newest first.
+
+    Args:
+        attempts: every claimed attempt by number; a number whose record cannot be read may be left out.
+        committed_attempts: attempts that commits name. One without a record (a copied run, a record lost by hand) still counts
+            as claimed, as an automatic continuation of the highest one before it.
+    """
+    known = dict(attempts)
+    for number in committed_attempts:
+        known.setdefault(number, AttemptRecord(number=number, how="auto"))
+    chain: list[Span] = []
+    bound: tuple[int, int] | None = None
+    number = max(known, default=None)
+    while number is not None and number in known:
+        chain.append(Span(attempt=number, last=bound))
+        record = known[number]
+        number, bound = _before(record, known)
+    return chain
+
+
+def _before(record: AttemptRecord, known: Mapping[int, AttemptRecord]) -> tuple[int | None, tuple[int, int] | None]:
+    """The attempt that `record` goes on from, and up to where; (None, None) at the root of a lineage."""
+    if record.how == "fresh":
+        return None, None
+    if record.parent is not None:
+        # A parent at or above the attempt itself would loop; such a record is wrong and ends the chain.
+        if record.parent.attempt >= record.number:
+            return None, None
+        return record.parent.attempt, record.parent.position if record.how == "explicit" else None
+    # An automatic start that found nothing goes on from the attempt before it, whose first commit may still be on its way.
+    earlier = [number for number in known if number < record.number]
+    return (max(earlier) if earlier else None), None
+
+
+def chain(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> list[Stem]:
+    """Those of `stems` that the present lineage holds, newest first: the order of resume's fall-back and of keep-last.
+
+    Args:
+        stems: committed checkpoints, in any order.
+        attempts: every claimed attempt by number.
+    """
+    everything = sorted(set(stems))
+    result: list[Stem] = []
+    for span in spans(attempts, (stem.attempt for stem in everything)):
+        result.extend(sorted((stem for stem in everything if span.holds(stem)), key=lambda stem: (stem.position, stem.nonce), reverse=True))
+    return result
+
+
+def newest(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> Stem | None:
+    """The newest checkpoint of the present lineage; None if the lineage has none."""
+    return next(iter(chain(stems, attempts)), None)

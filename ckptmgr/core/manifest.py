@@ -1,0 +1,350 @@
+"""The manifest of a checkpoint: its model, its bytes, and the other small records of a run.
+
+A manifest is canonical JSON (sorted keys, no spaces to choose) that carries the BLAKE3 of itself without the `digest` field, so that a
+truncated or edited one is noticed. Unknown fields survive a round trip in `extra`; an unknown major version is refused with
+"upgrade ckptmgr". Never a credential, a URL, or an absolute local path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from ckptmgr.core.checksums import Digests, blake3_hex
+from ckptmgr.core.errors import ManifestError, ManifestVersionError
+from ckptmgr.core.layout import Stem, check_paths
+
+FORMAT = "ckptmgr"
+VERSION = 1
+
+Role = Literal["weights", "optimizer", "scheduler", "rng", "trainer", "config", "tokenizer", "other"]
+How = Literal["auto", "explicit", "fresh"]
+_SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# What the files of the trainers people use are for; the first match wins. Source: shared survey of checkpoint trees (T1-T14).
+_ROLES: tuple[tuple[Role, tuple[str, ...]], ...] = (
+    ("rng", ("rng", "random_states")),
+    ("optimizer", ("optim",)),
+    ("scheduler", ("scheduler", "lr_scheduler", "scaler")),
+    ("trainer", ("trainer_state", "trainer.", "training_args", "callbacks", "data.", "sampler", "dl_state", "latest", "state.json")),
+    ("tokenizer", ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "spiece")),
+    ("config", ("config", "args.json", "generation_config")),
+)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index.json", ".gguf")
+
+
+def role_of(path: str) -> Role:
+    """What the file at `path` holds, judged by its name; `other` when the name says nothing."""
+    name = path.rsplit("/", 1)[-1].lower()
+    for role, marks in _ROLES:
+        if any(mark in name for mark in marks):
+            return role
+    return "weights" if name.endswith(_WEIGHT_SUFFIXES) else "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint: `path` relative to the checkpoint with `/`, `size` in bytes, digests in hexadecimal."""
+
+    path: str
+    size: int
+    blake3: str
+    role: Role = "other"
+    crc64xz: str | None = None
+    crc64nvme: str | None = None
+    rank: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str, digests: Digests, *, role: Role | None = None) -> FileEntry:
+        """The entry of a file whose bytes amount to `digests`."""
+        return cls(
+            path=path,
+            size=digests.size,
+            blake3=digests.blake3,
+            crc64xz=digests.crc64xz,
+            crc64nvme=digests.crc64nvme,
+            role=role or role_of(path),
+        )
+
+    @property
+    def digests(self) -> Digests:
+        return Digests(size=self.size, blake3=self.blake3, crc64xz=self.crc64xz, crc64nvme=self.crc64nvme)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one committed checkpoint is.
+
+    Attributes:
+        stem: the name of the save; attempt, step and seq are in it.
+        run_uuid: the run it belongs to.
+        files: every file, sorted by path.
+        kind: `checkpoint`, or `artifact` with the version in place of the step.
+        epoch: epochs done when it was saved, fractional.
+        parent: id of the checkpoint that its attempt resumed from.
+        created_at: ISO 8601 in UTC with `Z`; information only, nothing is ordered by it (I4).
+        reasons: why it was saved (`every_n_steps:500`, `best:eval_loss`, `sigterm`, …).
+        metrics: the newest evaluation when it was saved; may hold NaN and infinities.
+        metric_modes: for the metrics a policy watches, which direction is better (`min` or `max`).
+        world_size: ranks that trained.
+        producer: framework, versions and host that wrote it.
+        extra: fields of a newer minor version, kept as they are.
+    """
+
+    stem: Stem
+    run_uuid: str
+    files: tuple[FileEntry, ...]
+    kind: str = "checkpoint"
+    epoch: float | None = None
+    parent: str | None = None
+    created_at: str | None = None
+    reasons: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metric_modes: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1
+    producer: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return str(self.stem)
+
+    @property
+    def step(self) -> int:
+        return self.stem.step
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+    def renamed(self, stem: Stem) -> Manifest:
+        return replace(self, stem=stem)
+
+    def same_content(self, other: Manifest) -> bool:
+        """Whether both name the same files with the same bytes (whatever store-specific CRCs either carries)."""
+        return {(e.path, e.size, e.blake3) for e in self.files} == {(e.path, e.size, e.blake3) for e in other.files}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosingRecord:
+    """What stands in a manifest's place once its checkpoint must never (again) be read.
+
+    `pruned`: it was a checkpoint and retention removed it. `aborted`: its upload was given up and gc claimed the name; the
+    writer, refused by the create-only commit, goes on under a new stem.
+    """
+
+    stem: Stem
+    closed: Literal["pruned", "aborted"]
+    closed_at: str | None = None
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------------
+
+
+class _FileDoc(msgspec.Struct, kw_only=True):
+    path: str
+    size: int
+    blake3: str
+    role: str = "other"
+    crc64xz: str | None = None
+    crc64nvme: str | None = None
+    rank: int | None = None
+
+
+class _ManifestDoc(msgspec.Struct, kw_only=True):
+    format: str
+    version: int
+    id: str
+    run_uuid: str
+    kind: str
+    attempt: int
+    step: int
+    files: list[_FileDoc]
+    size_bytes: int
+    epoch: float | None = None
+    parent: str | None = None
+    created_at: str | None = None
+    reasons: list[str] = []
+    metrics: dict[str, float | str] = {}
+    metric_modes: dict[str, str] = {}
+    world_size: int = 1
+    producer: dict[str, str] = {}
+
+
+_FILE_FIELDS = frozenset(_FileDoc.__struct_fields__)
+_MANIFEST_FIELDS = frozenset(_ManifestDoc.__struct_fields__) | {"digest"}
+_HEX64 = frozenset("0123456789abcdef")
+
+
+def canonical_json(document: Mapping[str, Any]) -> bytes:
+    """The one way to write `document`: sorted keys, two-space indent, UTF-8, a newline at the end. NaN is refused."""
+    text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def encode_metric(value: float) -> float | str:
+    """A metric as JSON has it: non-finite values are the strings "NaN", "Infinity" and "-Infinity"."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def decode_metric(value: float | str) -> float:
+    """The inverse of `encode_metric`."""
+    return _SPECIAL_FLOATS[value] if isinstance(value, str) else float(value)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of `manifest`, its own digest included.
+
+    Raises:
+        ManifestError: a file name that no reader would accept.
+    """
+    check_paths(entry.path for entry in manifest.files)
+    document: dict[str, Any] = {
+        **manifest.extra,
+        "format": FORMAT,
+        "version": VERSION,
+        "id": manifest.id,
+        "run_uuid": manifest.run_uuid,
+        "kind": manifest.kind,
+        "attempt": manifest.stem.attempt,
+        "step": manifest.stem.step,
+        "epoch": manifest.epoch,
+        "parent": manifest.parent,
+        "created_at": manifest.created_at,
+        "reasons": list(manifest.reasons),
+        "metrics": {name: encode_metric(value) for name, value in manifest.metrics.items()},
+        "metric_modes": dict(manifest.metric_modes),
+        "world_size": manifest.world_size,
+        "producer": dict(manifest.producer),
+        "files": [_encode_file(entry) for entry in sorted(manifest.files, key=lambda entry: entry.path)],
+        "size_bytes": manifest.size_bytes,
+    }
+    document["digest"] = _own_digest(document)
+    return canonical_json(document)
+
+
+def _encode_file(entry: FileEntry) -> dict[str, Any]:
+    document: dict[str, Any] = {**entry.extra, "path": entry.path, "size": entry.size, "blake3": entry.blake3, "role": entry.role}
+    for name in ("crc64xz", "crc64nvme", "rank"):
+        value = getattr(entry, name)
+        if value is not None:
+            document[name] = value
+    return document
+
+
+def _own_digest(document: Mapping[str, Any]) -> str:
+    return "blake3:" + blake3_hex(canonical_json({key: value for key, value in document.items() if key != "digest"}))
+
+
+def encode_closing(record: ClosingRecord) -> bytes:
+    """The bytes of a closing record, written in the manifest's place."""
+    document = {"format": FORMAT, "version": VERSION, "id": str(record.stem), "closed": record.closed, "closed_at": record.closed_at}
+    return canonical_json(document)
+
+
+def decode_manifest(data: bytes, *, where: str) -> Manifest | ClosingRecord:
+    """What the bytes under `manifests/` say.
+
+    Args:
+        where: the key (or file) they came from, for messages.
+
+    Raises:
+        ManifestVersionError: written by a newer ckptmgr.
+        ManifestError: not JSON, truncated, edited (own digest), fields of the wrong kind, or unsafe file names.
+    """
+    document = decode_record(data, where=where)
+    if "closed" in document:
+        closed = document["closed"]
+        if closed not in ("pruned", "aborted"):
+            raise ManifestError(f"{where} is closed as {closed!r}, which this version does not know", hint="upgrade ckptmgr", key=where)
+        return ClosingRecord(stem=_stem_of(document, where), closed=closed, closed_at=document.get("closed_at"))
+    if document.get("digest") != _own_digest(document):
+        raise ManifestError(f"{where} does not match its own digest: it was truncated or edited", hint="verify the store's copy; resume falls back to an older checkpoint", key=where)
+    parsed = convert_record(document, _ManifestDoc, where)
+    if any(isinstance(value, str) and value not in _SPECIAL_FLOATS for value in parsed.metrics.values()):
+        raise ManifestError(f"{where} holds a metric that is not a number", key=where)
+    check_paths(entry.path for entry in parsed.files)
+    stem = _stem_of(document, where)
+    if (stem.attempt, stem.step) != (parsed.attempt, parsed.step):
+        raise ManifestError(f"{where} contradicts itself: id {stem} against attempt {parsed.attempt}, step {parsed.step}", key=where)
+    files = []
+    for entry, raw in zip(parsed.files, document["files"], strict=True):
+        if entry.size < 0 or len(entry.blake3) != 64 or not set(entry.blake3) <= _HEX64:
+            raise ManifestError(f"{where} has a size or digest that makes no sense for {entry.path!r}", key=where)
+        files.append(
+            FileEntry(
+                path=entry.path,
+                size=entry.size,
+                blake3=entry.blake3,
+                role=entry.role,  # type: ignore[arg-type]  # a newer minor version may add roles; they are only words here
+                crc64xz=entry.crc64xz,
+                crc64nvme=entry.crc64nvme,
+                rank=entry.rank,
+                extra={key: value for key, value in raw.items() if key not in _FILE_FIELDS},
+            )
+        )
+    return Manifest(
+        stem=stem,
+        run_uuid=parsed.run_uuid,
+        kind=parsed.kind,
+        epoch=parsed.epoch,
+        parent=parsed.parent,
+        created_at=parsed.created_at,
+        reasons=tuple(parsed.reasons),
+        metrics={name: decode_metric(value) for name, value in parsed.metrics.items()},
+        metric_modes=parsed.metric_modes,
+        world_size=parsed.world_size,
+        producer=parsed.producer,
+        files=tuple(files),
+        extra={key: value for key, value in document.items() if key not in _MANIFEST_FIELDS},
+    )
+
+
+def decode_record(data: bytes, *, where: str) -> dict[str, Any]:
+    """Any JSON record of a run, checked for format and version only.
+
+    Raises:
+        ManifestVersionError: written by a newer ckptmgr.
+        ManifestError: not such a record.
+    """
+    try:
+        document = json.loads(data)
+    except ValueError as exc:
+        raise ManifestError(f"{where} is not JSON ({len(data)} bytes: {exc})", hint="it was truncated or written by something else", key=where) from exc
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ManifestError(f"{where} is not a ckptmgr record", hint="it was written by something else; ckptmgr leaves it alone", key=where)
+    version = document.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ManifestError(f"{where} has the version {version!r}", key=where)
+    if version > VERSION:
+        raise ManifestVersionError(f"{where} has format version {version}, this ckptmgr reads up to {VERSION}", hint="upgrade ckptmgr", key=where, version=version)
+    return document
+
+
+def convert_record(document: Mapping[str, Any], shape: type[Any], where: str) -> Any:
+    """`document` as an instance of the msgspec struct `shape`.
+
+    Raises:
+        ManifestError: a field is missing or of the wrong kind; the message names it.
+    """
+    try:
+        return msgspec.convert(document, shape)
+    except msgspec.ValidationError as exc:
+        raise ManifestError(f"{where}: {exc}", key=where) from exc
+
+
+def _stem_of(document: Mapping[str, Any], where: str) -> Stem:
+    try:
+        return Stem.parse(str(document.get("id")))
+    except ValueError as exc:
+        raise ManifestError(f"{where} has the id {document.get('id')!r}, which is not one", key=where) from exc
