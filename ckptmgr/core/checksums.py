@@ -18,7 +18,7 @@ from blake3 import blake3
 try:
     from awscrt.checksums import crc64nvme as _crc64nvme
 except ImportError:
-    _crc64nvme = None  # type: ignore[assignment,unused-ignore]
+    _crc64nvme = None
 
 _crc64xz: Callable[[bytes | memoryview, int], int] = fastcrc.crc64.xz
 

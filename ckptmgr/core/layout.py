@@ -44,7 +44,9 @@ class Stem:
 
     def __post_init__(self) -> None:
         if self.attempt < 1 or self.step < 0 or self.seq < 1 or not re.fullmatch("[0-9a-f]{8}", self.nonce):
-            raise ConfigError(f"not a stem: attempt {self.attempt}, step {self.step}, seq {self.seq}, nonce {self.nonce!r}")
+            raise ConfigError(
+                f"not a stem: attempt {self.attempt}, step {self.step}, seq {self.seq}, nonce {self.nonce!r}"
+            )
 
     def __str__(self) -> str:
         return f"{self.attempt:06d}-{self.step:012d}-{self.seq:06d}-{self.nonce}"
@@ -58,7 +60,10 @@ class Stem:
         """
         match = _STEM.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{text!r} is not a checkpoint id", hint="ids look like 000001-000000000500-000002-9f8e7d6c; see `ckptmgr ls`")
+            raise ConfigError(
+                f"{text!r} is not a checkpoint id",
+                hint="ids look like 000001-000000000500-000002-9f8e7d6c; see `ckptmgr ls`",
+            )
         attempt, step, seq, nonce = match.groups()
         return cls(int(attempt), int(step), int(seq), nonce)
 
@@ -115,7 +120,10 @@ def tag_key(tag: str) -> str:
         ConfigError: not a tag: letters, digits, `.`, `_` and `-` only, at most 100.
     """
     if not _TAG.fullmatch(tag):
-        raise ConfigError(f"{tag!r} is not a tag", hint="use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit")
+        raise ConfigError(
+            f"{tag!r} is not a tag",
+            hint="use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit",
+        )
     return f"{TAGS}/{tag}.json"
 
 
@@ -135,7 +143,11 @@ def check_relative_path(path: str) -> str:
         or any(ord(char) < 32 or ord(char) == 127 for char in path)
     )
     if unsafe:
-        raise ManifestError(f"the manifest names the file {path!r}, which is not a plain relative path", hint="do not use this checkpoint: it was tampered with", path=path)
+        raise ManifestError(
+            f"the manifest names the file {path!r}, which is not a plain relative path",
+            hint="do not use this checkpoint: it was tampered with",
+            path=path,
+        )
     return path
 
 

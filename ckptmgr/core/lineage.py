@@ -36,11 +36,11 @@ def spans(attempts: Mapping[int, AttemptRecord], committed_attempts: Iterable[in
             as claimed, as an automatic continuation of the highest one before it.
     """
     known = dict(attempts)
-    for number in committed_attempts:
-        known.setdefault(number, AttemptRecord(number=number, how="auto"))
+    for committed in committed_attempts:
+        known.setdefault(committed, AttemptRecord(number=committed, how="auto"))
     chain: list[Span] = []
     bound: tuple[int, int] | None = None
-    number = max(known, default=None)
+    number: int | None = max(known, default=None)
     while number is not None and number in known:
         chain.append(Span(attempt=number, last=bound))
         record = known[number]
@@ -72,7 +72,13 @@ def chain(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> list[
     everything = sorted(set(stems))
     result: list[Stem] = []
     for span in spans(attempts, (stem.attempt for stem in everything)):
-        result.extend(sorted((stem for stem in everything if span.holds(stem)), key=lambda stem: (stem.position, stem.nonce), reverse=True))
+        result.extend(
+            sorted(
+                (stem for stem in everything if span.holds(stem)),
+                key=lambda stem: (stem.position, stem.nonce),
+                reverse=True,
+            )
+        )
     return result
 
 

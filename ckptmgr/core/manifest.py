@@ -31,7 +31,20 @@ _ROLES: tuple[tuple[Role, tuple[str, ...]], ...] = (
     ("rng", ("rng", "random_states")),
     ("optimizer", ("optim",)),
     ("scheduler", ("scheduler", "lr_scheduler", "scaler")),
-    ("trainer", ("trainer_state", "trainer.", "training_args", "callbacks", "data.", "sampler", "dl_state", "latest", "state.json")),
+    (
+        "trainer",
+        (
+            "trainer_state",
+            "trainer.",
+            "training_args",
+            "callbacks",
+            "data.",
+            "sampler",
+            "dl_state",
+            "latest",
+            "state.json",
+        ),
+    ),
     ("tokenizer", ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "spiece")),
     ("config", ("config", "args.json", "generation_config")),
 )
@@ -54,7 +67,7 @@ class FileEntry:
     path: str
     size: int
     blake3: str
-    role: Role = "other"
+    role: str = "other"
     crc64xz: str | None = None
     crc64nvme: str | None = None
     rank: int | None = None
@@ -234,7 +247,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _encode_file(entry: FileEntry) -> dict[str, Any]:
-    document: dict[str, Any] = {**entry.extra, "path": entry.path, "size": entry.size, "blake3": entry.blake3, "role": entry.role}
+    document: dict[str, Any] = {
+        **entry.extra,
+        "path": entry.path,
+        "size": entry.size,
+        "blake3": entry.blake3,
+        "role": entry.role,
+    }
     for name in ("crc64xz", "crc64nvme", "rank"):
         value = getattr(entry, name)
         if value is not None:
@@ -248,7 +267,13 @@ def _own_digest(document: Mapping[str, Any]) -> str:
 
 def encode_closing(record: ClosingRecord) -> bytes:
     """The bytes of a closing record, written in the manifest's place."""
-    document = {"format": FORMAT, "version": VERSION, "id": str(record.stem), "closed": record.closed, "closed_at": record.closed_at}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": str(record.stem),
+        "closed": record.closed,
+        "closed_at": record.closed_at,
+    }
     return canonical_json(document)
 
 
@@ -266,17 +291,25 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest | ClosingRecord:
     if "closed" in document:
         closed = document["closed"]
         if closed not in ("pruned", "aborted"):
-            raise ManifestError(f"{where} is closed as {closed!r}, which this version does not know", hint="upgrade ckptmgr", key=where)
+            raise ManifestError(
+                f"{where} is closed as {closed!r}, which this version does not know", hint="upgrade ckptmgr", key=where
+            )
         return ClosingRecord(stem=_stem_of(document, where), closed=closed, closed_at=document.get("closed_at"))
     if document.get("digest") != _own_digest(document):
-        raise ManifestError(f"{where} does not match its own digest: it was truncated or edited", hint="verify the store's copy; resume falls back to an older checkpoint", key=where)
+        raise ManifestError(
+            f"{where} does not match its own digest: it was truncated or edited",
+            hint="verify the store's copy; resume falls back to an older checkpoint",
+            key=where,
+        )
     parsed = convert_record(document, _ManifestDoc, where)
     if any(isinstance(value, str) and value not in _SPECIAL_FLOATS for value in parsed.metrics.values()):
         raise ManifestError(f"{where} holds a metric that is not a number", key=where)
     check_paths(entry.path for entry in parsed.files)
     stem = _stem_of(document, where)
     if (stem.attempt, stem.step) != (parsed.attempt, parsed.step):
-        raise ManifestError(f"{where} contradicts itself: id {stem} against attempt {parsed.attempt}, step {parsed.step}", key=where)
+        raise ManifestError(
+            f"{where} contradicts itself: id {stem} against attempt {parsed.attempt}, step {parsed.step}", key=where
+        )
     files = []
     for entry, raw in zip(parsed.files, document["files"], strict=True):
         if entry.size < 0 or len(entry.blake3) != 64 or not set(entry.blake3) <= _HEX64:
@@ -286,7 +319,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest | ClosingRecord:
                 path=entry.path,
                 size=entry.size,
                 blake3=entry.blake3,
-                role=entry.role,  # type: ignore[arg-type]  # a newer minor version may add roles; they are only words here
+                role=entry.role,
                 crc64xz=entry.crc64xz,
                 crc64nvme=entry.crc64nvme,
                 rank=entry.rank,
@@ -320,14 +353,27 @@ def decode_record(data: bytes, *, where: str) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except ValueError as exc:
-        raise ManifestError(f"{where} is not JSON ({len(data)} bytes: {exc})", hint="it was truncated or written by something else", key=where) from exc
+        raise ManifestError(
+            f"{where} is not JSON ({len(data)} bytes: {exc})",
+            hint="it was truncated or written by something else",
+            key=where,
+        ) from exc
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ManifestError(f"{where} is not a ckptmgr record", hint="it was written by something else; ckptmgr leaves it alone", key=where)
+        raise ManifestError(
+            f"{where} is not a ckptmgr record",
+            hint="it was written by something else; ckptmgr leaves it alone",
+            key=where,
+        )
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ManifestError(f"{where} has the version {version!r}", key=where)
     if version > VERSION:
-        raise ManifestVersionError(f"{where} has format version {version}, this ckptmgr reads up to {VERSION}", hint="upgrade ckptmgr", key=where, version=version)
+        raise ManifestVersionError(
+            f"{where} has format version {version}, this ckptmgr reads up to {VERSION}",
+            hint="upgrade ckptmgr",
+            key=where,
+            version=version,
+        )
     return document
 
 

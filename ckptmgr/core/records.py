@@ -117,7 +117,13 @@ def decode_attempt(data: bytes, *, where: str) -> AttemptRecord:
     if doc.parent is not None and parent is None:
         raise ManifestError(f"{where} has the parent {doc.parent!r}, which is not a checkpoint id", key=where)
     return AttemptRecord(
-        number=doc.attempt, how=doc.how, parent=parent, previous=doc.previous, claim_id=doc.claim_id, host=doc.host, created_at=doc.created_at
+        number=doc.attempt,
+        how=doc.how,
+        parent=parent,
+        previous=doc.previous,
+        claim_id=doc.claim_id,
+        host=doc.host,
+        created_at=doc.created_at,
     )
 
 

@@ -96,7 +96,9 @@ class KeepWithin(RetentionRule):
 
     def select(self, chain: Sequence[Manifest], now: datetime) -> list[tuple[Stem, str]]:
         edge = now - timedelta(seconds=self.seconds)
-        return [(m.stem, f"within:{self.seconds:g}s") for m in chain if (created := _created(m)) is None or created >= edge]
+        return [
+            (m.stem, f"within:{self.seconds:g}s") for m in chain if (created := _created(m)) is None or created >= edge
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,8 @@ def plan(
     if not all_lineages:
         for manifest in others:
             reasons.setdefault(manifest.stem, []).append("another lineage")
-    keep, delete = [], []
+    keep: list[Verdict] = []
+    delete: list[Verdict] = []
     for manifest in sorted([*chain, *others], key=lambda m: m.stem):
         why = tuple(dict.fromkeys(reasons.get(manifest.stem, ())))
         (keep if why else delete).append(Verdict(manifest=manifest, reasons=why or ("no rule keeps it",)))
@@ -194,7 +197,9 @@ def _parts(rule: RetentionRule) -> tuple[RetentionRule, ...]:
     return rule.rules if isinstance(rule, AnyRule) else (rule,)
 
 
-def _ranked(metric: str, mode: Mode | None, k: int, chain: Sequence[Manifest], *, worst: bool) -> list[tuple[Stem, str]]:
+def _ranked(
+    metric: str, mode: Mode | None, k: int, chain: Sequence[Manifest], *, worst: bool
+) -> list[tuple[Stem, str]]:
     if not any(metric in manifest.metrics for manifest in chain):
         return []
     best = rank_by_metric(chain, metric, better_direction(metric, mode, chain), worst=worst)[:k]

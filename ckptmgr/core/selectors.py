@@ -88,7 +88,9 @@ def better_direction(metric: str, given: Mode | None, manifests: Iterable[Manife
         return "min" if recorded == {"min"} else "max"
     if metric.endswith(("loss", "perplexity")):
         return "min"
-    raise ConfigError(f"cannot tell whether less or more of {metric!r} is better", hint=f"write {metric}:min or {metric}:max")
+    raise ConfigError(
+        f"cannot tell whether less or more of {metric!r} is better", hint=f"write {metric}:min or {metric}:max"
+    )
 
 
 def rank_by_metric(manifests: Iterable[Manifest], metric: str, mode: Mode, *, worst: bool = False) -> list[Manifest]:
@@ -98,7 +100,9 @@ def rank_by_metric(manifests: Iterable[Manifest], metric: str, mode: Mode, *, wo
     return sorted(usable, key=lambda m: (-m.metrics[metric] if down else m.metrics[metric], m.stem))
 
 
-def choose(selector: Selector, chain: Sequence[Manifest], others: Sequence[Manifest], tags: Mapping[str, Stem]) -> Manifest | None:
+def choose(
+    selector: Selector, chain: Sequence[Manifest], others: Sequence[Manifest], tags: Mapping[str, Stem]
+) -> Manifest | None:
     """The checkpoint that `selector` means; None if there is none.
 
     Args:

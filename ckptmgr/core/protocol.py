@@ -1,0 +1,407 @@
+"""Commit, prune, gc, read and claim, as operations yielded to a driver; the shipped code is what the tests explore.
+
+Each function here is a generator. It yields one `Operation` at a time, is sent the operation's result, and returns an outcome. A driver
+performs operations on real stores (`ckptmgr.run.driver`), an explorer on a simulated one, in every order and with every fault. Nothing in this module
+does I/O, reads a clock, or draws a random number.
+
+An operation that fails is answered by throwing the error in. Two errors carry meaning for the protocol; all others end it:
+`ObjectExistsError` - a create was refused, or our own earlier try of it arrived; `TransientBackendError` - unanswered: applied, not applied,
+or to be applied later.
+
+Invariants (must: data is lost otherwise; they are numbered in the project's design and cited by tests):
+I1  A checkpoint exists if and only if its manifest does. Restoring finds checkpoints through manifests only.
+I2  Data is written before the manifest, under a stem no other save uses. Nothing is ever overwritten, except a manifest by its closing
+    record. Tags are mutable pointers, outside this rule.
+I3  The manifest is one small create-only write, never multipart. A refused or unanswered create is settled by reading it back.
+I4  Newest is decided by lineage (`ckptmgr.core.lineage`), never by time or by unpadded names.
+I6  A local copy is removed only after its remote commit was confirmed and recorded.
+I8  Retention never removes what `ckptmgr.core.retention` protects, nor anything without a manifest (that is gc's, by its own rules).
+I10 A manifest never describes bytes other than those stored: a source that changed fails the upload.
+I12 An attempt that sees a higher claim is superseded: it may still commit under its own number, and never prunes.
+
+Why a closing record replaces the manifest instead of standing beside it: create applied but unanswered, prune, retried create would
+leave a commit without data. In the manifest's place the record makes the retry lose, whenever it arrives. For the same reason gc claims
+the manifest's key (create-only, `aborted`) before it deletes data.
+
+Should (repairable otherwise): data is deleted after its record is closed; a closing record goes `CLOSING_KEPT_S` later; an upload that began
+longer ago than half of gc's grace goes on under a new stem (`is_stale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from ckptmgr.core.errors import ConflictError, IntegrityError, ManifestError, ObjectExistsError, TransientBackendError
+from ckptmgr.core.layout import (
+    ATTEMPTS,
+    Stem,
+    attempt_bid_key,
+    attempt_key,
+    attempt_number,
+    data_key,
+    data_prefix,
+    manifest_key,
+)
+from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, decode_manifest, encode_closing, encode_manifest
+from ckptmgr.core.records import AttemptRecord, decode_attempt, encode_attempt
+
+GC_GRACE_S = 7 * 24 * 3600.0
+CLOSING_KEPT_S = 30 * 24 * 3600.0
+SETTLE_TRIES = 5
+CLAIM_TRIES = 1000
+
+
+# --- operations -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutFile:
+    """Upload the source of `entry` to `key`, checked against its digests on the way and in the store. Result: None."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class IsStored:
+    """Result: True if `key` holds the bytes of `entry` for certain, by what the store reports without a download; else False."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Write `body` to `key` only if nothing is there. Result: None; `ObjectExistsError` if refused."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Write `body` to `key`, whatever is there. Result: None."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Result: the bytes at `key`, or None if the store says that nothing is there."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListKeys:
+    """Result: every key below `prefix`, sorted."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove `key`; already gone is success. Result: None."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the file of `entry` from `key` to where it is wanted and check it. Result: None if it is right, else what is wrong with it."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Note progress durably in the local journal, never in the store. Result: None.
+
+    `confirmed`: the store holds `path`. `renamed`: the upload goes on as `stem`, with nothing confirmed. `uploaded`: committed as `stem`;
+    only after this may the local copy go (I6). `dropped`: the checkpoint was pruned meanwhile.
+    """
+
+    event: Literal["confirmed", "renamed", "uploaded", "dropped"]
+    stem: Stem
+    path: str = ""
+
+
+Operation: TypeAlias = PutFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record
+
+
+# --- commit ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The manifest is in the store, under `stem`."""
+
+    stem: Stem
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The checkpoint was committed earlier and has been pruned since; there is nothing left to do."""
+
+    stem: Stem
+
+
+def replicate(
+    manifest: Manifest, *, new_nonce: Callable[[], str], confirmed: Iterable[str] = (), resumed: bool = False
+) -> Generator[Operation, Any, Committed | Dropped]:
+    """Make a locally complete checkpoint durable in the store: data, then the create-only manifest, then the local record.
+
+    A failure leaves data without a manifest, which does not exist (I1) and is taken up again by the next call.
+
+    Args:
+        manifest: what to commit; its stem is used by no other save (I2).
+        new_nonce: draws the nonce of a new stem, needed when gc has closed this one.
+        confirmed: paths of `manifest` that the journal says are in the store under its stem.
+        resumed: an earlier try may have got further than the journal knows: look before sending.
+
+    Raises:
+        ConflictError: another checkpoint is committed under this stem.
+        IntegrityError: a source is not what `manifest` describes (I10).
+        TransientBackendError: the store did not answer; call again with the journal's state and `resumed`.
+    """
+    done = set(confirmed)
+    while True:
+        key = manifest_key(manifest.stem)
+        body = encode_manifest(manifest)
+        verdict = _judge((yield Read(key)), manifest, key) if resumed else "absent"
+        if verdict == "absent":
+            for entry in manifest.files:
+                if entry.path in done:
+                    continue
+                target = data_key(manifest.stem, entry.path)
+                if not (resumed and (yield IsStored(target, entry))):
+                    yield PutFile(target, entry)
+                yield Record("confirmed", manifest.stem, entry.path)
+            verdict = yield from _create_settled(key, body, lambda found, m=manifest, k=key: _judge(found, m, k))  # type: ignore[misc]
+        if verdict == "own":
+            yield Record("uploaded", manifest.stem)
+            return Committed(manifest.stem)
+        if verdict == "pruned":
+            yield Record("dropped", manifest.stem)
+            return Dropped(manifest.stem)
+        # gc took the name (aborted): everything goes again under a new one, which nobody has claimed and nothing was sent to.
+        manifest = manifest.renamed(manifest.stem.renamed(new_nonce()))
+        done, resumed = set(), False
+        yield Record("renamed", manifest.stem)
+
+
+def is_stale(began_at_s: float, now_s: float, grace_s: float = GC_GRACE_S) -> bool:
+    """Whether an upload that began at `began_at_s` must go on under a new stem, because gc may soon take the old one for abandoned.
+
+    Both times are seconds of one clock. A clock that jumped back counts as stale: the cost is a repeated upload.
+    """
+    return not 0 <= now_s - began_at_s <= grace_s / 2
+
+
+_Verdict = Literal["absent", "own", "pruned", "aborted"]
+
+
+def _judge(found: bytes | None, manifest: Manifest, key: str) -> _Verdict:
+    """What the bytes in the manifest's place mean for the writer of `manifest`."""
+    if found is None:
+        return "absent"
+    there = decode_manifest(found, where=key)
+    if isinstance(there, ClosingRecord):
+        return there.closed
+    if there.run_uuid == manifest.run_uuid and there.same_content(manifest):
+        return "own"
+    raise ConflictError(
+        f"another checkpoint is already committed as {key}",
+        hint="two processes drew the same id, or the run was copied over; nothing was changed",
+        key=key,
+    )
+
+
+def _create_settled(key: str, body: bytes, judge: Callable[[bytes | None], Any]) -> Generator[Operation, Any, Any]:
+    """Create `key`; on a refusal or silence read it back and judge what is there (I3). Returns "own" or the judge's verdict."""
+    last: TransientBackendError | None = None
+    for _ in range(SETTLE_TRIES):
+        try:
+            yield Create(key, body)
+        except ObjectExistsError:
+            pass
+        except TransientBackendError as exc:
+            last = exc
+        else:
+            return "own"
+        verdict = judge((yield Read(key)))
+        # Absent after a refusal: the holder was removed in between; after silence: not applied (yet). Its late arrival changes nothing, for
+        # a further create of the same bytes is then refused and found to be our own.
+        if verdict != "absent":
+            return verdict
+    raise last or TransientBackendError(
+        f"{key}: the store refuses to create it, yet nothing is there", hint="try again later", key=key
+    )
+
+
+# --- prune and gc ---------------------------------------------------------------------------------------------------------
+
+
+def prune(stem: Stem, *, closed_at: str | None) -> Generator[Operation, Any, bool]:
+    """Remove one committed checkpoint: close its manifest, then delete its data. Finishes an interrupted prune or gc as well.
+
+    Returns:
+        False if there is no manifest: not a checkpoint, nothing was touched.
+
+    Raises:
+        ManifestError: the manifest cannot be read; nothing was touched.
+        TransientBackendError: the store did not answer; repeat later. Data is only deleted once the closing record was confirmed.
+    """
+    key = manifest_key(stem)
+    found = yield Read(key)
+    if found is None:
+        return False
+    if isinstance(decode_manifest(found, where=key), Manifest):
+        yield Replace(key, encode_closing(ClosingRecord(stem=stem, closed="pruned", closed_at=closed_at)))
+    yield from _delete_data(stem)
+    return True
+
+
+def collect(stem: Stem, *, closed_at: str | None) -> Generator[Operation, Any, bool]:
+    """Remove abandoned data (gc): claim the manifest's key, so that its writer can no longer commit, then delete.
+
+    The caller has judged by age that the data is abandoned; being wrong costs the writer a repeated upload, never a checkpoint.
+
+    Returns:
+        False if it turned out to be committed: nothing was touched.
+    """
+    key = manifest_key(stem)
+    claim = encode_closing(ClosingRecord(stem=stem, closed="aborted", closed_at=closed_at))
+
+    def judge(found: bytes | None) -> str:
+        if found is None:
+            return "absent"
+        return "own" if isinstance(decode_manifest(found, where=key), ClosingRecord) else "committed"
+
+    if (yield from _create_settled(key, claim, judge)) != "own":
+        return False
+    yield from _delete_data(stem)
+    return True
+
+
+def _delete_data(stem: Stem) -> Generator[Operation, Any, None]:
+    for key in (yield ListKeys(data_prefix(stem))):
+        yield Delete(key)
+
+
+# --- read -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Every file of `manifest` is in place and right."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """This checkpoint cannot be restored. `removed`: it is pruned, or gone; else it is damaged, and `file` says where."""
+
+    stem: Stem
+    why: str
+    file: str = ""
+    removed: bool = False
+
+
+def fetch(stem: Stem, run_uuid: str) -> Generator[Operation, Any, Fetched | Unusable]:
+    """Read one committed checkpoint: its manifest, then each file. Nothing of it may be used before this returns `Fetched` (I5).
+
+    The opposite order of a commit: a file that is missing sends the reader back to the manifest, to tell a checkpoint that was pruned
+    meanwhile from a damaged one.
+    """
+    key = manifest_key(stem)
+    try:
+        manifest = _open(stem, run_uuid, (yield Read(key)))
+    except (ManifestError, IntegrityError) as exc:
+        return Unusable(stem, str(exc), key)
+    if isinstance(manifest, Unusable):
+        return manifest
+    for entry in manifest.files:
+        problem = yield Fetch(data_key(stem, entry.path), entry)
+        if problem is not None:
+            found = yield Read(key)
+            try:
+                still_there = found is not None and isinstance(decode_manifest(found, where=key), Manifest)
+            except ManifestError:
+                still_there = True
+            if not still_there:
+                return Unusable(stem, "was removed during download", entry.path, removed=True)
+            return Unusable(stem, problem, entry.path)
+    return Fetched(manifest)
+
+
+def _open(stem: Stem, run_uuid: str, found: bytes | None) -> Manifest | Unusable:
+    key = manifest_key(stem)
+    if found is None:
+        return Unusable(stem, "is no longer there", key, removed=True)
+    there = decode_manifest(found, where=key)
+    if isinstance(there, ClosingRecord):
+        return Unusable(stem, f"was {there.closed}", key, removed=True)
+    if there.stem != stem or there.run_uuid != run_uuid:
+        raise ManifestError(
+            f"{key} belongs to {there.id} of run {there.run_uuid}", hint="it was copied here by hand", key=key
+        )
+    return there
+
+
+# --- claim ----------------------------------------------------------------------------------------------------------------
+
+
+def claim(
+    make: Callable[[int, int | None], AttemptRecord], *, create_only: bool, new_nonce: Callable[[], str]
+) -> Generator[Operation, Any, AttemptRecord]:
+    """Claim the next attempt number of a run, against any number of others doing the same.
+
+    Args:
+        make: the record for (number, the highest number claimed before it); its `claim_id` is unique to this claim.
+        create_only: whether the store decides create-only writes. If not, a bid is written under a name of its own; whoever sees any
+            other claim or bid of that number beside its own withdraws and takes the next.
+
+    Raises:
+        TransientBackendError: the store did not answer. A claim may have been left behind; it costs a number, nothing else.
+    """
+    numbers = [number for key in (yield ListKeys(ATTEMPTS)) if (number := attempt_number(key)) is not None]
+    highest = max(numbers, default=None)
+    for number in range((highest or 0) + 1, (highest or 0) + 1 + CLAIM_TRIES):
+        record = make(number, highest)
+        won = yield from (_claim_created(record) if create_only else _claim_bid(record, new_nonce()))
+        if won:
+            return record
+        highest = number
+    raise ConflictError(
+        "no attempt number could be claimed", hint="too many processes start this run at once; stop the others"
+    )
+
+
+def _claim_created(record: AttemptRecord) -> Generator[Operation, Any, bool]:
+    key = attempt_key(record.number)
+
+    def judge(found: bytes | None) -> str:
+        if found is None:
+            return "absent"
+        try:
+            return "own" if decode_attempt(found, where=key).claim_id == record.claim_id else "taken"
+        except ManifestError:
+            return "taken"
+
+    return bool((yield from _create_settled(key, encode_attempt(record), judge)) == "own")
+
+
+def _claim_bid(record: AttemptRecord, nonce: str) -> Generator[Operation, Any, bool]:
+    bid = attempt_bid_key(record.number, nonce)
+    yield Replace(bid, encode_attempt(record))
+    claims = [key for key in (yield ListKeys(ATTEMPTS)) if attempt_number(key) == record.number]
+    if len(claims) == 1:
+        return True
+    yield Delete(bid)
+    return False
