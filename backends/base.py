@@ -1,8 +1,8 @@
 """What a store can do: the whole interface between ckptmgr and storage.
 
 A backend *is* an fsspec filesystem. Above this package only these fsspec verbs are used: `pipe_file`, `put_file`, `get_file`,
-`cat_file`, `info`, `exists`, `find`, `ls`, `rm_file`, plus two of ours, `capabilities` and `stored_crc`. Paths have no protocol: `bucket/key` on object
-stores, an absolute path on local disk. `//` and trailing slashes are never part of a key.
+`cat_file`, `cp_file`, `info`, `exists`, `find`, `ls`, `rm_file`, `rmdir`, plus three of ours, `capabilities`, `rm_files` and `stored_crc`. Paths
+have no protocol: `bucket/key` on object stores, an absolute path on local disk. `//` and trailing slashes are never part of a key.
 
 Contract, for every implementation (the suite is `ckptmgr.testing.contract`):
 - All methods may be called from any thread.
@@ -15,12 +15,14 @@ Contract, for every implementation (the suite is `ckptmgr.testing.contract`):
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from fsspec.spec import AbstractFileSystem
 
 from ckptmgr.core.checksums import Digests
+from ckptmgr.core.errors import BackendError, ObjectNotFoundError
 
 CrcKind = Literal["crc64nvme", "crc64xz"]
 WriteMode = Literal["overwrite", "create"]
@@ -45,10 +47,15 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
     """An fsspec filesystem with the guarantees of this module's docstring.
 
     Instances are not cached by fsspec and keep no listings: another process's commit must be visible at the next call (K112).
+
+    Attributes:
+        kind: the short name that errors carry as `backend`: "file", "s3", "oss", "memory", …
+        capabilities: what this store can do.
     """
 
     cachable = False
-    capabilities: ClassVar[Capabilities]
+    kind: str = ""
+    capabilities: Capabilities
 
     def __init__(self, **storage_options: Any) -> None:
         super().__init__(use_listings_cache=False, skip_instance_cache=True, **storage_options)
@@ -66,7 +73,14 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
 
     @abstractmethod
     def put_file(
-        self, lpath: str, rpath: str, callback: Any = None, mode: WriteMode = "overwrite", *, expected: Digests | None = None, **kwargs: Any
+        self,
+        lpath: str,
+        rpath: str,
+        callback: Any = None,
+        mode: WriteMode = "overwrite",
+        *,
+        expected: Digests | None = None,
+        **kwargs: Any,
     ) -> None:
         """Store the local file `lpath` at `rpath`, all or nothing.
 
@@ -85,10 +99,10 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         """
 
     @abstractmethod
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, outfile: Any = None, **kwargs: Any) -> None:
-        """Write the object `rpath` to the local file `lpath`, replacing it; its directory must exist.
+    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+        """Write the object `rpath` to the local file `lpath`; its directory must exist.
 
-        Verifies the length it was promised, not the content: the caller compares digests. Not durable until the caller syncs. A failure
+        What was at `lpath` is unlinked first, never written through: it may be a hard link. Verifies the length it was promised, not the content: the caller compares digests. Not durable until the caller syncs. A failure
         may leave a part of the file at `lpath`.
 
         Raises:
@@ -105,9 +119,10 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
 
     @abstractmethod
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """`{"name", "size", "type": "file" | "directory", "etag"?}` of the object, or of the prefix, at `path`.
+        """`{"name", "size", "type": "file" | "directory", "etag"?, "mtime"?}` of the object, or of the prefix, at `path`.
 
-        A "directory" is a prefix that at least one key starts with (object stores) or a real directory (local).
+        A "directory" is a prefix that at least one key starts with (object stores) or a real directory (local). `etag` changes when
+        the content does. `mtime` is in seconds since 1970 by the store's clock: good for the age of an orphan, never for what is newest (I4).
 
         Raises:
             ObjectNotFoundError: neither an object nor a prefix.
@@ -127,7 +142,8 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
     ) -> list[str] | dict[str, dict[str, Any]]:
         """Every file below `path`, sorted by name (any page size, any number); empty when there is none.
 
-        With `detail`, a dict from name to `info` record. Only whole path components match: `run1` does not find `run10/x`.
+        With `detail`, a dict from name to `info` record. Only whole path components match: `run1` does not find `run10/x`, and a file
+        is not below itself. `maxdepth=1` finds the files directly below; `withdirs` adds the directories in between.
         """
 
     @abstractmethod
@@ -143,3 +159,77 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         Raises:
             ObjectNotFoundError: no such object.
         """
+
+    @abstractmethod
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Copy one object within the store, without moving its bytes through this machine; all or nothing. Overwrites `path2`.
+
+        Raises:
+            ObjectNotFoundError: no object at `path1`.
+            TransientBackendError: the outcome is unknown.
+        """
+
+    def rm_files(self, paths: Sequence[str]) -> None:
+        """Remove many objects, as few requests as the store allows. Those already gone are fine.
+
+        All are tried; what could not be removed is named in the one error raised at the end.
+
+        Raises:
+            BackendError: of the class of the first failure, with `failed`: a dict from path to error.
+        """
+        failed: dict[str, BackendError] = {}
+        for path in paths:
+            try:
+                self.rm_file(path)
+            except BackendError as error:
+                failed[path] = error
+        raise_failed(failed)
+
+    def rmdir(self, path: str) -> None:
+        """Remove the directory at `path` if it is empty. Nothing to do where directories are only prefixes of keys."""
+
+    def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove the object(s) at `path` and, with `recursive`, everything below."""
+        roots = [path] if isinstance(path, str) else list(path)
+        below = [name for root in roots for name in self.find(root, maxdepth=maxdepth)] if recursive else []
+        self.rm_files([*below, *roots])
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether an object or a prefix is at `path`. Unlike fsspec's own, a failed look-up raises instead of saying no (I7)."""
+        try:
+            self.info(path, **kwargs)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def isfile(self, path: str) -> bool:
+        """Whether an object is at `path`; a failed look-up raises (I7)."""
+        return self._type_at(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        """Whether a prefix or directory is at `path`; a failed look-up raises (I7)."""
+        return self._type_at(path) == "directory"
+
+    def _type_at(self, path: str) -> str | None:
+        try:
+            return str(self.info(path)["type"])
+        except ObjectNotFoundError:
+            return None
+
+    def walk(
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "raise", **kwargs: Any
+    ) -> Iterator[Any]:
+        """As fsspec's, but a directory that cannot be read raises instead of looking empty (I7)."""
+        walked: Iterator[Any] = super().walk(path, maxdepth=maxdepth, topdown=topdown, on_error=on_error, **kwargs)
+        return walked
+
+
+def raise_failed(failed: dict[str, BackendError]) -> None:
+    """Raise one error that stands for all of `failed` (path -> error), if there are any."""
+    if not failed:
+        return
+    first = next(iter(failed.values()))
+    if len(failed) > 1:
+        first.message = f"{len(failed)} objects could not be removed; the first: {first.message}"
+    first.__dict__.update(failed=failed)
+    raise first

@@ -1,0 +1,139 @@
+"""Local files at the two ends of a transfer.
+
+A source is read once, digested meanwhile, and refused if it is not, or not any more, what was described (I10). A target is always a new file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ckptmgr.backends.oserrors import os_errors
+from ckptmgr.core.checksums import Digester, Digests
+from ckptmgr.core.errors import SourceChangedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class SourceFile:
+    """The file at `path`, open for reading. A context manager; use from one thread, except `read_at`.
+
+    Attributes:
+        size: in bytes, when it was opened; exactly this many bytes are read.
+
+    Raises:
+        AccessDeniedError: the file may not be read.
+        SourceChangedError: the file is missing, is not a regular file, or its size is not that of `expected`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], expected: Digests | None = None) -> None:
+        self.path = os.fspath(path)
+        self._expected = expected
+        self._digester = Digester()
+        self._digested = 0
+        with os_errors("open", self.path):
+            try:
+                # O_NONBLOCK: opening a FIFO would wait for its writer for ever. It has no effect on regular files.
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise SourceChangedError(f"{self.path!r} is gone", path=self.path) from error
+        try:
+            self._stat = os.fstat(self._fd)
+            if not stat.S_ISREG(self._stat.st_mode):
+                raise SourceChangedError(f"{self.path!r} is not a regular file", path=self.path)
+            self.size = self._stat.st_size
+            if expected is not None and self.size != expected.size:
+                raise self._changed(f"has {self.size} bytes instead of {expected.size}")
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, not digested. Safe from any thread."""
+        blocks = []
+        while length:
+            with os_errors("open", self.path):
+                block = os.pread(self._fd, length, offset)
+            if not block:
+                raise self._changed("became shorter while it was read")
+            blocks.append(block)
+            offset += len(block)
+            length -= len(block)
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    def blocks(self, block_bytes: int) -> Iterator[bytes]:
+        """The whole file in order, in blocks of `block_bytes` (the last may be shorter), each one digested."""
+        for offset in range(0, self.size, block_bytes):
+            yield self.digest_at(offset, min(block_bytes, self.size - offset))
+
+    def digest_at(self, offset: int, length: int) -> bytes:
+        """As `read_at`, and digested. Each byte of the file must be asked for once, in order."""
+        if offset != self._digested:
+            raise ValueError(f"digesting must go on at {self._digested}, not at {offset}")
+        block = self.read_at(offset, length)
+        self._digester.update(block)
+        self._digested += length
+        return block
+
+    def finish(self) -> Digests:
+        """The digests, once everything was read.
+
+        Raises:
+            SourceChangedError: what was read is not `expected`, or the file was written to in the meantime.
+        """
+        if self._digested != self.size:
+            raise ValueError(f"{self._digested} of {self.size} bytes were read")
+        now = os.fstat(self._fd)
+        # A writer that goes on writing leaves a mixture of old and new bytes behind the reader. ctime is not compared:
+        # taking a hard link changes it, and so does a rename over the path, which leaves our descriptor's bytes alone.
+        if (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns):
+            raise self._changed("was written to while it was read")
+        digests = self._digester.digests()
+        expected = self._expected
+        if expected is not None and digests.blake3 != expected.blake3:
+            raise self._changed(
+                f"has BLAKE3 {digests.blake3} instead of {expected.blake3}",
+                expected=expected.blake3,
+                actual=digests.blake3,
+            )
+        return digests
+
+    def _changed(self, what: str, **facts: object) -> SourceChangedError:
+        return SourceChangedError(
+            f"{self.path!r} {what}",
+            hint="a checkpoint's files must stay as they are until uploaded",
+            path=self.path,
+            **facts,
+        )
+
+
+def open_target(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a new, empty file at `path`, open for writing; the caller closes it. What was there is unlinked first.
+
+    Truncating it in place instead would reach through a hard link and empty a file that shares its bytes.
+    """
+    path = os.fspath(path)
+    with os_errors("write", path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of `data`; a single write(2) moves at most 2 GiB and is short when a disk fills up."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,171 @@
+"""The one place that decides whether to try again.
+
+Only a `TransientBackendError` is tried again; a permanent one passes at once, so that wrong credentials do not spin. Waits are
+exponential with full jitter, so that a thousand ranks turned away together do not come back together, and at least what the store asked for.
+Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptmgr.backends.base import Backend
+from ckptmgr.backends.wrap import WrappedBackend
+from ckptmgr.core.errors import TransientBackendError
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+T = TypeVar("T")
+log = logging.getLogger("ckptmgr.backends")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to stop trying, and how long to wait in between.
+
+    The k-th wait is uniform in [0, min(cap_s, base_s * 2**k)], and at least the store's Retry-After. No try starts later than
+    `deadline_s` after the first; a try that is under way is not interrupted.
+
+    Attributes:
+        attempts: tries in all, the first included; 1 means none again.
+        deadline_s: seconds since the beginning of the first try.
+        base_s: the upper end of the first wait, in seconds.
+        cap_s: the upper end of every wait, in seconds.
+    """
+
+    attempts: int = 6
+    deadline_s: float = 60.0
+    base_s: float = 0.2
+    cap_s: float = 10.0
+
+
+#: For a person or a script that waits for the answer.
+INTERACTIVE = RetryPolicy()
+#: For uploads nobody watches: 30 % failing requests leave less than 1 in 100,000 that give up.
+PATIENT = RetryPolicy(attempts=10, deadline_s=600.0, base_s=0.5, cap_s=30.0)
+
+
+class Retrier:
+    """Calls a function until it succeeds, fails for good, or its policy is used up. Safe from any thread.
+
+    Args:
+        policy: how often, how long.
+        stop: when set, a wait ends at once and the last error is raised: `close()` need not wait for a dead store.
+        sleep: replaces the wait (tests).
+        clock: seconds, monotonic (tests).
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy = INTERACTIVE,
+        *,
+        stop: threading.Event | None = None,
+        sleep: Callable[[float], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self._stop = stop or threading.Event()
+        self._sleep = sleep or self._stop.wait
+        self._clock = clock
+
+    def __call__(self, what: str, call: Callable[[], T]) -> T:
+        """The result of `call`; `what` names it in the log.
+
+        Raises:
+            TransientBackendError: the last one, with `attempts` and `elapsed_s`; it is not retried by an outer retrier.
+        """
+        started = self._clock()
+        try:
+            return call()
+        except TransientBackendError as error:
+            if hasattr(error, "attempts"):
+                # An inner retrier (a part of a multipart upload) has used up the policy already.
+                raise
+            return self._again(what, call, error, started)
+
+    def _again(self, what: str, call: Callable[[], T], first: TransientBackendError, started: float) -> T:
+        import tenacity  # 40 ms: only needed when something failed
+
+        pending = [first]
+
+        def attempt() -> T:
+            # The failed first try takes part in the counting without being made twice.
+            if pending:
+                raise pending.pop()
+            return call()
+
+        def used_up(state: RetryCallState) -> bool:
+            spent = self._clock() - started
+            asked = _asked_for(state)
+            return (
+                self._stop.is_set()
+                or state.attempt_number >= self.policy.attempts
+                or spent >= self.policy.deadline_s
+                or spent + asked > self.policy.deadline_s
+            )
+
+        jitter = tenacity.wait_random_exponential(multiplier=self.policy.base_s, max=self.policy.cap_s)
+
+        def wait(state: RetryCallState) -> float:
+            left = max(0.0, self.policy.deadline_s - (self._clock() - started))
+            return min(max(jitter(state), _asked_for(state)), left)
+
+        def log_retry(state: RetryCallState) -> None:
+            wait_s = state.next_action.sleep if state.next_action else 0.0
+            log.info("%s: try %d failed (%s); again in %.1f s", what, state.attempt_number, _error_of(state), wait_s)
+
+        def sleep(seconds: float) -> None:
+            self._sleep(seconds)
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            stop=used_up,
+            wait=wait,
+            before_sleep=log_retry,
+            sleep=sleep,
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except TransientBackendError as error:
+            if not hasattr(error, "attempts"):
+                tries = int(retrying.statistics["attempt_number"])
+                elapsed_s = self._clock() - started
+                error.__dict__.update(attempts=tries, elapsed_s=elapsed_s)
+                error.message += f" (gave up after {tries} {'try' if tries == 1 else 'tries'} in {elapsed_s:.1f} s)"
+            raise
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, TransientBackendError) and not hasattr(error, "attempts")
+
+
+def _error_of(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome is not None else None
+
+
+def _asked_for(state: RetryCallState) -> float:
+    """Seconds the store asked to be left alone; 0 when it did not say."""
+    return getattr(_error_of(state), "retry_after_s", None) or 0.0
+
+
+class RetryingBackend(WrappedBackend):
+    """Tries transient failures of `inner` again; everything else is `inner`.
+
+    A create-only write whose answer was lost has perhaps been made. Tried again, it is then refused by our own first try and
+    `ObjectExistsError` is raised: the caller settles whose object it is by reading it back (I3). This is not hidden here,
+    because only the caller knows what distinguishes its own bytes.
+    """
+
+    def __init__(self, inner: Backend, retrier: Retrier | None = None) -> None:
+        super().__init__(inner)
+        self.retrier = retrier or Retrier()
+
+    def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        return self.retrier(f"{self.kind} {verb} {path}", call)
