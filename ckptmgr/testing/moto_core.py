@@ -1,0 +1,181 @@
+"""moto's S3 as a function: one request in, one answer out, in a namespace of its own.
+
+moto keeps its buckets in one table per process. Each `MotoCore` puts a random tag before its bucket names on the way in and
+removes it on the way out, so that several servers in one process do not see each other's buckets.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import uuid
+import warnings
+from typing import Any
+from urllib.parse import quote, unquote_plus, urlencode
+
+from ckptmgr.core.errors import MissingExtraError
+from ckptmgr.testing.store_app import Reply, Request
+
+# moto asks the credential chain and the region at import; a test machine may have neither.
+os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+try:
+    with warnings.catch_warnings():
+        # Deprecations inside moto and what it imports are not the business of whoever imports this.
+        warnings.simplefilter("ignore")
+        import moto.s3.models as moto_models
+        from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+        from werkzeug.test import run_wsgi_app
+except ImportError as exc:
+    raise MissingExtraError(
+        f"the test servers need moto, and {exc.name or 'a part of it'} is not installed",
+        hint="run: pip install 'ckptmgr[testing]'",
+    ) from exc
+
+_UPLOAD_UNKNOWN = b"<Error><Code>NoSuchUpload</Code><Message>The specified upload does not exist.</Message></Error>"
+_AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=raw/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+
+# The two dialects have different limits (S3: 5 MiB, OSS: 100 KiB) and share this module's state, so they enforce their own.
+moto_models.S3_UPLOAD_PART_MIN_SIZE = 0  # type: ignore[attr-defined]
+
+
+class QuietRequestHandler(MotoRequestHandler):  # type: ignore[misc,unused-ignore]
+    """Serves a test store without a line on stderr per request."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Say nothing."""
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Say nothing: a reset connection is what the tests ask for."""
+
+
+class MotoCore:
+    """One private set of buckets in moto, kept in this process's memory."""
+
+    def __init__(self) -> None:
+        self._app = create_backend_app("s3")
+        self._app.config["PROPAGATE_EXCEPTIONS"] = True
+        self._tag = f"{uuid.uuid4().hex[:10]}-"
+
+    def call(
+        self,
+        method: str,
+        bucket: str = "",
+        key: str = "",
+        *,
+        query: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        body: bytes = b"",
+    ) -> Reply:
+        """Apply one S3 request; header names in lower case both ways."""
+        request = Request(
+            method=method, bucket=self._tag + bucket if bucket else "", key=key, query=query or {}, body=body
+        )
+        sent = {"authorization": _AUTHORIZATION, "x-amz-date": "20260101T000000Z", **(headers or {})}
+        if "x-amz-copy-source" in sent:
+            sent["x-amz-copy-source"] = self._tag + sent["x-amz-copy-source"].lstrip("/")
+        try:
+            chunks, status, received = run_wsgi_app(self._app, _environ(request, sent), buffered=True)
+        except KeyError:
+            # moto 5.2: a part for an unknown or aborted upload, which S3 answers with 404, is a KeyError.
+            if "uploadId" not in request.query:
+                raise
+            return Reply(status=404, headers={"content-type": "application/xml"}, body=_UPLOAD_UNKNOWN)
+        out = b"".join(chunks)
+        names = {name.lower(): value.replace(self._tag, "") for name, value in received.items()}
+        if not key or query or "x-amz-copy-source" in sent or int(status.split()[0]) >= 300:
+            out = out.replace(self._tag.encode(), b"")
+            if method != "HEAD":
+                names.pop("content-length", None)
+        return Reply(status=int(status.split()[0]), headers=names, body=out)
+
+    def list_buckets(self) -> list[str]:
+        """The names of this core's own buckets (the answer of `GET /` names those of other cores too)."""
+        tag = self._tag
+        return sorted(
+            name[len(tag) :] for name in list(moto_models.s3_backends.bucket_accounts) if name.startswith(tag)
+        )
+
+    def keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """All keys of a bucket that start with `prefix`, sorted."""
+        keys: list[str] = []
+        query = {"list-type": "2", "prefix": prefix, "encoding-type": "url"}
+        while True:
+            page = self.call("GET", bucket, query=query)
+            if page.status != 200:
+                raise RuntimeError(f"cannot list {bucket}: {page.status} {page.body[:300]!r}")
+            keys += [_unescape(key) for key in re.findall(rb"<Key>([^<]*)</Key>", page.body)]
+            token = re.search(rb"<NextContinuationToken>([^<]*)", page.body)
+            if token is None:
+                return sorted(keys)
+            query["continuation-token"] = token.group(1).decode()
+
+    def part_sizes(self, bucket: str, upload_id: str) -> dict[int, int]:
+        """Size in bytes of every part that an upload has so far; empty when there is no such upload."""
+        model = self._bucket(bucket)
+        upload = model.multiparts.get(upload_id) if model is not None else None
+        return {number: part.contentsize for number, part in upload.parts.items()} if upload else {}
+
+    def uploads(self, bucket: str) -> dict[str, str]:
+        """Unfinished multipart uploads: key by upload id."""
+        model = self._bucket(bucket)
+        return {} if model is None else {upload.id: upload.key_name for upload in list(model.multiparts.values())}
+
+    def _bucket(self, name: str) -> Any:
+        """moto's own record of a bucket, or None."""
+        where = moto_models.s3_backends.bucket_accounts.get(self._tag + name)
+        if where is None:
+            return None
+        partition, account = where
+        return moto_models.s3_backends[account][partition].buckets.get(self._tag + name)
+
+    def close(self) -> None:
+        """Forget all buckets, so that their bytes do not stay in this process."""
+        backends = moto_models.s3_backends
+        for name in self.list_buckets():
+            partition, account = backends.bucket_accounts.pop(self._tag + name)
+            bucket = backends[account][partition].buckets.pop(self._tag + name, None)
+            for part in [*(bucket.keys.values() if bucket else ()), *(bucket.multiparts.values() if bucket else ())]:
+                if hasattr(part, "dispose"):
+                    part.dispose()
+
+
+def _unescape(encoded: bytes) -> str:
+    return unquote_plus(encoded.decode())
+
+
+def _environ(request: Request, headers: dict[str, str]) -> dict[str, Any]:
+    query = urlencode(request.query, quote_via=quote)
+    uri = request.path + (f"?{query}" if query else "")
+    path = f"/{request.bucket}/{request.key}" if request.key else f"/{request.bucket}"
+    environ: dict[str, Any] = {
+        "REQUEST_METHOD": request.method,
+        "SCRIPT_NAME": "",
+        "PATH_INFO": path.encode("utf-8", "surrogateescape").decode("latin-1"),
+        "QUERY_STRING": query,
+        "RAW_URI": uri,
+        "REQUEST_URI": uri,
+        "SERVER_NAME": "127.0.0.1",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "HTTP_HOST": "127.0.0.1",
+        "CONTENT_LENGTH": str(len(request.body)),
+        "wsgi.version": (1, 0),
+        "wsgi.url_scheme": "http",
+        "wsgi.input": io.BytesIO(request.body),
+        "wsgi.errors": io.StringIO(),
+        "wsgi.multithread": True,
+        "wsgi.multiprocess": False,
+        "wsgi.run_once": False,
+    }
+    kept: dict[str, str] = {}
+    for name, value in headers.items():
+        if name in ("host", "content-length"):
+            continue
+        variable = "CONTENT_TYPE" if name == "content-type" else "HTTP_" + name.upper().replace("-", "_")
+        environ[variable] = value
+        if "_" in name:
+            kept[variable] = name
+    environ["moto.preserved_header_names"] = kept
+    return environ

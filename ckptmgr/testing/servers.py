@@ -1,0 +1,348 @@
+"""Object stores for tests, on 127.0.0.1: moto's S3 and an OSS dialect with fault injection, and SeaweedFS, a real S3.
+
+    with OssServer() as server:
+        server.create_bucket("bkt")
+        subprocess.run([...], env={**os.environ, **server.env})
+
+`MotoServer` and `OssServer` run in threads of this process, keep everything in memory, and have `faults` and `log`. `WeedServer`
+is a process of its own that checks signatures, checksums and conditional writes by itself. All three have the same
+identities and the same raw access, which goes around signatures, faults and ckptmgr's backends. From a shell:
+
+    python -m ckptmgr.testing.servers weed --bucket bkt
+
+prints one line of JSON, `{"url", "env", "pid"}`, and serves until SIGTERM, SIGINT, the end of its input, or its parent's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from werkzeug.serving import BaseWSGIServer, make_server
+
+from ckptmgr.testing.faults import Faults
+from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
+from ckptmgr.testing.moto_core import MotoCore, QuietRequestHandler
+from ckptmgr.testing.oss_dialect import OssApp
+from ckptmgr.testing.s3_dialect import S3App
+from ckptmgr.testing.store_app import LoggedRequest
+from ckptmgr.testing.weed import WeedProcess
+
+__all__ = ["MotoServer", "OssServer", "StoreServer", "WeedServer", "main"]
+
+S3_REGION = "us-east-1"
+OSS_REGION = "cn-hangzhou"
+
+
+class StoreServer(ABC):
+    """One object store on 127.0.0.1, from `start` (or `with`) to `close`.
+
+    Args:
+        port: the port to listen on; 0 takes a free one.
+        identities: who may use it; the first is the administrator.
+
+    Attributes:
+        url: the endpoint, `http://127.0.0.1:<port>`; "" before `start`.
+    """
+
+    kind: str
+
+    def __init__(self, *, port: int = 0, identities: Sequence[Identity] = DEFAULT_IDENTITIES) -> None:
+        self.identities = tuple(identities)
+        self.url = ""
+        self._port = port
+
+    @abstractmethod
+    def start(self) -> Any:
+        """Begin to serve; returns the server itself once a request will be answered."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving and forget all data; requests in flight lose their connection. May be called twice."""
+
+    @abstractmethod
+    def create_bucket(self, name: str) -> None:
+        """Make sure that an empty bucket, or this bucket, exists."""
+
+    @abstractmethod
+    def raw_get(self, bucket: str, key: str) -> bytes:
+        """The stored bytes, by another path than a backend's.
+
+        Raises:
+            KeyError: no such object.
+        """
+
+    @abstractmethod
+    def raw_put(self, bucket: str, key: str, data: bytes) -> None:
+        """Store bytes as another tool would: overwriting, without metadata and checksum headers."""
+
+    @abstractmethod
+    def raw_keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """Every key that starts with `prefix`, sorted."""
+
+    @abstractmethod
+    def raw_delete(self, bucket: str, key: str) -> None:
+        """Remove one object; nothing happens when it is not there."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment that points a client at this server as its administrator."""
+        return self.env_of(self.identities[0].name)
+
+    def env_of(self, name: str) -> dict[str, str]:
+        """The environment that points a client at this server as the identity `name`."""
+        return self._env(self.identity(name))
+
+    def identity(self, name: str) -> Identity:
+        """The identity called `name`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for identity in self.identities:
+            if identity.name == name:
+                return identity
+        raise KeyError(name)
+
+    def _env(self, identity: Identity) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": identity.access_key,
+            "AWS_SECRET_ACCESS_KEY": identity.secret_key,
+            "AWS_DEFAULT_REGION": S3_REGION,
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def __enter__(self) -> Any:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _MemoryServer(StoreServer):
+    """A store in this process: one dialect application over a private moto, served by threads."""
+
+    def __init__(self, *, port: int = 0, identities: Sequence[Identity] = DEFAULT_IDENTITIES) -> None:
+        super().__init__(port=port, identities=identities)
+        self.app = self._make_app()
+        self._server: BaseWSGIServer | None = None
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def _make_app(self) -> S3App | OssApp:
+        """The application of this dialect."""
+
+    @property
+    def faults(self) -> Faults:
+        """The fault rules; empty at first."""
+        return self.app.faults
+
+    @property
+    def log(self) -> list[LoggedRequest]:
+        """Every request that was finished, oldest first; `log.clear()` empties it."""
+        return self.app.log
+
+    @property
+    def _core(self) -> MotoCore:
+        return self.app.core
+
+    def start(self) -> Any:
+        """Begin to serve."""
+        self._server = make_server(
+            "127.0.0.1", self._port, self.app, threaded=True, request_handler=QuietRequestHandler
+        )
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name=f"{self.kind}-server", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop serving; what is held or delayed is let go first."""
+        self.app.closing.set()
+        self.faults.clear()
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._thread.join(10)
+            self._server.server_close()
+            self._server = None
+        self._core.close()
+
+    def create_bucket(self, name: str) -> None:
+        """Make the bucket; nothing happens when it is there."""
+        self._core.call("PUT", name)
+        if self._core.call("HEAD", name).status != 200:
+            raise RuntimeError(f"bucket {name} was not created")
+
+    def raw_get(self, bucket: str, key: str) -> bytes:
+        """The stored bytes."""
+        reply = self._core.call("GET", bucket, key)
+        if reply.status != 200:
+            raise KeyError(f"{bucket}/{key}")
+        return reply.body
+
+    def raw_put(self, bucket: str, key: str, data: bytes) -> None:
+        """Store bytes."""
+        reply = self._core.call("PUT", bucket, key, body=data)
+        if reply.status != 200:
+            raise RuntimeError(f"cannot store {bucket}/{key}: {reply.status} {reply.body[:300]!r}")
+
+    def raw_keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """Every key, sorted."""
+        return self._core.keys(bucket, prefix)
+
+    def raw_delete(self, bucket: str, key: str) -> None:
+        """Remove one object."""
+        self._core.call("DELETE", bucket, key)
+
+    def raw_uploads(self, bucket: str) -> dict[str, str]:
+        """Unfinished multipart uploads: key by upload id."""
+        return self._core.uploads(bucket)
+
+
+class MotoServer(_MemoryServer):
+    """moto's S3 with its gaps closed: checksums, atomic conditional writes, limits. Signatures are not checked."""
+
+    kind = "moto"
+    app: S3App
+
+    def _make_app(self) -> S3App:
+        return S3App(identities=self.identities)
+
+
+class OssServer(_MemoryServer):
+    """The OSS dialect; signatures are checked."""
+
+    kind = "oss"
+    app: OssApp
+
+    def _make_app(self) -> OssApp:
+        return OssApp(identities=self.identities)
+
+    def _env(self, identity: Identity) -> dict[str, str]:
+        return {
+            "OSS_ENDPOINT": self.url,
+            "OSS_ACCESS_KEY_ID": identity.access_key,
+            "OSS_ACCESS_KEY_SECRET": identity.secret_key,
+            "OSS_REGION": OSS_REGION,
+        }
+
+
+class WeedServer(StoreServer):
+    """SeaweedFS, a real S3 in a process of its own; data in a temporary directory that is removed at the end."""
+
+    kind = "weed"
+
+    def __init__(self, *, port: int = 0, identities: Sequence[Identity] = DEFAULT_IDENTITIES) -> None:
+        super().__init__(port=port, identities=identities)
+        self._process = WeedProcess(identities=self.identities)
+        self._client: Any = None
+
+    def start(self) -> Any:
+        """Start the processes and wait until an object could be stored.
+
+        Raises:
+            MissingExtraError: the `weed` program is not installed.
+            RuntimeError: it did not come up; the end of its log is in the message.
+        """
+        self.url = self._process.start(self._port)
+        return self
+
+    def close(self) -> None:
+        """Kill the processes and remove the data."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self._process.close()
+
+    @property
+    def _s3(self) -> Any:
+        if self._client is None:
+            self._client = self._process.client(self.url, self.identities[0])
+        return self._client
+
+    def create_bucket(self, name: str) -> None:
+        """Make the bucket; nothing happens when it is there."""
+        with contextlib.suppress(self._s3.exceptions.BucketAlreadyExists, self._s3.exceptions.BucketAlreadyOwnedByYou):
+            self._s3.create_bucket(Bucket=name)
+
+    def raw_get(self, bucket: str, key: str) -> bytes:
+        """The stored bytes."""
+        try:
+            return bytes(self._s3.get_object(Bucket=bucket, Key=key)["Body"].read())
+        except self._s3.exceptions.NoSuchKey:
+            raise KeyError(f"{bucket}/{key}") from None
+
+    def raw_put(self, bucket: str, key: str, data: bytes) -> None:
+        """Store bytes."""
+        self._s3.put_object(Bucket=bucket, Key=key, Body=data)
+
+    def raw_keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """Every key, sorted."""
+        pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return sorted(entry["Key"] for page in pages for entry in page.get("Contents", ()))
+
+    def raw_delete(self, bucket: str, key: str) -> None:
+        """Remove one object."""
+        self._s3.delete_object(Bucket=bucket, Key=key)
+
+    def raw_uploads(self, bucket: str) -> dict[str, str]:
+        """Unfinished multipart uploads: key by upload id."""
+        pages = self._s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
+        return {entry["UploadId"]: entry["Key"] for page in pages for entry in page.get("Uploads", ())}
+
+
+_SERVERS: dict[str, type[StoreServer]] = {"moto": MotoServer, "weed": WeedServer, "oss": OssServer}
+
+
+def _wait_for_the_end() -> None:
+    """Block until SIGTERM, SIGINT, the end of standard input, or the death of the parent process."""
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    parent = os.getppid()
+
+    def read_to_the_end() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        ended.set()
+
+    # `server &` in a script gives /dev/null as standard input, which says nothing about anybody's end.
+    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:
+        threading.Thread(target=read_to_the_end, daemon=True).start()
+    while not ended.wait(0.5):
+        if os.getppid() != parent:
+            return
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one store from the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m ckptmgr.testing.servers", description="An object store for tests.")
+    parser.add_argument("kind", choices=sorted(_SERVERS))
+    parser.add_argument("--bucket", action="append", default=[], help="create this bucket; may be repeated")
+    parser.add_argument("--port", type=int, default=0, help="listen on this port; 0 takes a free one")
+    options = parser.parse_args(argv)
+    with _SERVERS[options.kind](port=options.port) as server:
+        for bucket in options.bucket:
+            server.create_bucket(bucket)
+        print(json.dumps({"url": server.url, "env": server.env, "pid": os.getpid()}), flush=True)
+        _wait_for_the_end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""The SeaweedFS process behind `WeedServer`: find the program, start it on free ports, wait until it works, end it.
+
+Source: https://github.com/seaweedfs/seaweedfs/wiki/Amazon-S3-API
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.core.errors import MissingExtraError
+from ckptmgr.testing.identities import Identity
+
+_START_LIMIT_S = 60.0
+_TRIES = 4
+_PROBE_BUCKET = "ckptmgr-probe"
+
+# Runs weed until our end of standard input closes, in whatever way this process dies, and removes the data then.
+_SUPERVISOR = """
+directory=$1; shift
+exec 3<&0
+"$@" 3<&- </dev/null &
+weed=$!
+{ cat <&3 >/dev/null; kill -9 $weed 2>/dev/null; rm -rf "$directory"; } &
+exec 3<&-
+wait $weed
+"""
+
+
+class WeedProcess:
+    """One `weed server`: master, volume, filer and S3 gateway, with data in a temporary directory.
+
+    Args:
+        identities: who may use it.
+    """
+
+    def __init__(self, *, identities: Sequence[Identity]) -> None:
+        self._identities = tuple(identities)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+
+    def start(self, port: int = 0) -> str:
+        """Start and wait until an object could be stored; returns the endpoint.
+
+        Args:
+            port: the S3 port; 0 takes a free one, and other ones when somebody else was faster.
+
+        Raises:
+            MissingExtraError: there is no `weed` program.
+            RuntimeError: it did not come up; the end of its log is in the message.
+        """
+        program = find_weed()
+        log = ""
+        for _ in range(_TRIES):
+            ports = _free_ports(8)
+            if port:
+                ports[0] = port
+            self._spawn(program, ports)
+            url = f"http://127.0.0.1:{ports[0]}"
+            try:
+                if self._wait_until_ready(url):
+                    return url
+            except BaseException:
+                self.close()
+                raise
+            log = self._log_tail()
+            self.close()
+        raise RuntimeError(f"weed did not come up on 127.0.0.1; the end of its log: {log}")
+
+    def close(self) -> None:
+        """Kill the whole process group and remove the data. May be called twice."""
+        process, self._process = self._process, None
+        directory, self._directory = self._directory, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+            if process.stdin is not None:
+                process.stdin.close()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    @staticmethod
+    def client(url: str, identity: Identity) -> Any:
+        """A boto3 client with short time limits that sends no checksums of its own."""
+        import boto3
+        from botocore.config import Config
+
+        config = Config(
+            connect_timeout=5,
+            read_timeout=60,
+            retries={"total_max_attempts": 3},
+            s3={"addressing_style": "path"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        return boto3.session.Session().client(
+            "s3",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id=identity.access_key,
+            aws_secret_access_key=identity.secret_key,
+            config=config,
+        )
+
+    def _spawn(self, program: str, ports: list[int]) -> None:
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-"))
+        (directory / "data").mkdir()
+        (directory / "s3.json").write_text(json.dumps({"identities": [_weed_identity(i) for i in self._identities]}))
+        # weed grows seven volumes per bucket by default; one starts faster and is enough for tests.
+        (directory / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
+        names = ("s3.port", "master.port", "volume.port", "filer.port")
+        grpc = (f"{name}.grpc" for name in names)
+        arguments = [
+            "server",
+            "-dir=data",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-filer",
+            "-s3",
+            "-s3.config=s3.json",
+            "-s3.allowDeleteBucketNotEmpty=true",
+            # These two listeners would take the next ports and end the process when those are taken.
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.telemetry=false",
+            "-master.volumeSizeLimitMB=1024",
+            "-volume.max=1000",
+            *(f"-{name}={port}" for name, port in zip((*names, *grpc), ports, strict=True)),
+        ]
+        with (directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _SUPERVISOR, "sh", str(directory), program, *arguments],
+                cwd=directory,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self, url: str) -> bool:
+        """True once a PUT worked; False when the process ended before."""
+        assert self._process is not None
+        host, port = url.removeprefix("http://").split(":")
+        deadline_s = time.monotonic() + _START_LIMIT_S
+        pause = threading.Event()
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                break
+            pause.wait(0.05)
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = self.client(url, self._identities[0])
+        try:
+            while self._process.poll() is None and time.monotonic() < deadline_s:
+                # The gateway listens before filer and volume server have found each other; only a PUT proves it.
+                with contextlib.suppress(BotoCoreError, ClientError):
+                    client.create_bucket(Bucket=_PROBE_BUCKET)
+                with contextlib.suppress(BotoCoreError, ClientError):
+                    client.put_object(Bucket=_PROBE_BUCKET, Key="probe", Body=b"x" * 4096)
+                    client.delete_object(Bucket=_PROBE_BUCKET, Key="probe")
+                    client.delete_bucket(Bucket=_PROBE_BUCKET)
+                    return self._process.poll() is None
+                pause.wait(0.1)
+        finally:
+            client.close()
+        return False
+
+    def _log_tail(self) -> str:
+        if self._directory is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return (self._directory / "log").read_text(errors="replace")[-1500:]
+        return ""
+
+
+def find_weed() -> str:
+    """The path of the `weed` program: beside this Python, else on PATH.
+
+    Raises:
+        MissingExtraError: there is none.
+    """
+    scripts = sysconfig.get_path("scripts")
+    found = shutil.which("weed", path=scripts) or shutil.which("weed")
+    if found is None:
+        raise MissingExtraError(
+            f"the SeaweedFS test server needs the program weed, which is neither in {scripts} nor on PATH",
+            hint="run: pip install 'ckptmgr[testing]'",
+        )
+    return found
+
+
+def _weed_identity(identity: Identity) -> dict[str, Any]:
+    actions = ["Read", "Tagging"]
+    actions += ["List"] if identity.may_list else []
+    actions += ["Write"] if identity.may_write else []
+    actions += ["Admin"] if identity.may_list and identity.may_write else []
+    return {
+        "name": identity.name,
+        "credentials": [{"accessKey": identity.access_key, "secretKey": identity.secret_key}],
+        "actions": actions,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now, all different; held open together while they are chosen."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,96 @@
+"""Fixtures of the whole suite: test stores, one of each per session, and an environment in which no real cloud can be reached."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from ckptmgr.testing.identities import ADMIN
+from ckptmgr.testing.servers import MotoServer, OssServer, WeedServer
+
+# Port 9 (discard) refuses: a client that was not pointed at a test store fails at once instead of finding a real one.
+_NOWHERE = "http://127.0.0.1:9"
+_REMOVED = (
+    *("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ENDPOINT_URL_S3"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "OSS_SESSION_TOKEN"),
+)
+_with_faults: list[MotoServer | OssServer] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Dummy credentials, endpoints that lead nowhere, and a home of its own, for this process and its children."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name in _REMOVED or name.startswith("CKPTMGR_")]:
+            patch.delenv(name)
+        values = {
+            "AWS_ACCESS_KEY_ID": ADMIN.access_key,
+            "AWS_SECRET_ACCESS_KEY": ADMIN.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": _NOWHERE,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": str(home / "aws-config"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(home / "aws-credentials"),
+            "OSS_ACCESS_KEY_ID": ADMIN.access_key,
+            "OSS_ACCESS_KEY_SECRET": ADMIN.secret_key,
+            "OSS_ENDPOINT": _NOWHERE,
+            "OSS_REGION": "cn-hangzhou",
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
+            "XDG_CONFIG_HOME": str(home / ".config"),
+            "XDG_DATA_HOME": str(home / ".local" / "share"),
+            "XDG_STATE_HOME": str(home / ".local" / "state"),
+            # A proxy of the developer's must not come between the tests and 127.0.0.1.
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+        }
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto_server(_no_real_cloud: None) -> Iterator[MotoServer]:
+    """S3 by moto, with faults and a log."""
+    with MotoServer() as server:
+        _with_faults.append(server)
+        yield server
+        _with_faults.remove(server)
+
+
+@pytest.fixture(scope="session")
+def oss_server(_no_real_cloud: None) -> Iterator[OssServer]:
+    """The OSS dialect, with faults and a log."""
+    with OssServer() as server:
+        _with_faults.append(server)
+        yield server
+        _with_faults.remove(server)
+
+
+@pytest.fixture(scope="session")
+def weed_server(_no_real_cloud: None) -> Iterator[WeedServer]:
+    """SeaweedFS, a real S3 that checks signatures, checksums and conditional writes."""
+    with WeedServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left() -> Iterator[None]:
+    """A test that fails under a fault leaves it to nobody; every test starts with an empty log."""
+    for server in _with_faults:
+        server.log.clear()
+    yield
+    for server in _with_faults:
+        server.faults.clear()
+        server.app.live_tokens = None
+
+
+@pytest.fixture
+def bucket_name() -> str:
+    """A bucket name that no other test uses; the bucket is not created."""
+    return f"bkt-{uuid.uuid4().hex[:12]}"
