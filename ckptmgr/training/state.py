@@ -1,0 +1,314 @@
+"""Capture the training state into a snapshot, write it to files, and put it back.
+
+A state is a mapping from a name to a *piece*: an object with `state_dict()` and `load_state_dict()`, or a plain tree of tensors and values.
+Each piece is one file, `<name>.json` if JSON gives it back exactly and `<name>.pt` otherwise. The random states are one more piece,
+`rng`. All files load with `weights_only=True`; nothing here unpickles arbitrary objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmgr.backends.atomic import digest_file, fsync_dir, fsync_file, make_dirs_durable, write_atomic
+from ckptmgr.core.checksums import Digests
+from ckptmgr.core.errors import (
+    CheckpointError,
+    CkptmgrError,
+    ConfigError,
+    DiskFullError,
+    IncompatibleStateError,
+    IntegrityError,
+)
+from ckptmgr.training.rng import capture_rng, restore_rng
+from ckptmgr.training.trees import TreeCopier, from_json, to_json
+
+RNG = "rng"
+_PIECE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_SUFFIXES = (".json", ".pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A deep copy of the training state in host memory; training may go on at once.
+
+    Attributes:
+        pieces: the tree of each piece, made of CPU tensors and plain values; shares no memory with the live objects.
+        size_bytes: the bytes of all tensors, about what the files will take.
+    """
+
+    pieces: Mapping[str, Any]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWritten:
+    """One file of a written snapshot: its `path` relative to the directory, and what it holds."""
+
+    path: str
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did with each piece.
+
+    Attributes:
+        restored: pieces that were put back, in the order of restoring.
+        missing: pieces that were asked for and are not in the checkpoint.
+        unexpected: pieces in the checkpoint that were not asked for.
+        values: the trees of restored pieces that are plain values, by name.
+        notes: what is different on this machine, such as fewer GPUs.
+    """
+
+    restored: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def capture(pieces: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
+    """Copy every piece, and the random states unless `rng` is false, to host memory.
+
+    Blocks until the copy is complete; call it in the training thread at a step edge. Tensors that share memory share it in the
+    copy, each storage copied once. No random number is drawn.
+
+    Raises:
+        ConfigError: a name that cannot be a file name, or a value that could not be loaded again without pickle.
+        CheckpointError: a piece's `state_dict()` raised.
+    """
+    copier = TreeCopier()
+    copies: dict[str, Any] = {}
+    for name, piece in pieces.items():
+        _check_name(name, rng=rng)
+        copies[name] = copier.copy(_state_of(name, piece), name)
+    if rng:
+        copies[RNG] = copier.copy(capture_rng(), RNG)
+    return Snapshot(pieces=copies, size_bytes=copier.size_bytes)
+
+
+def write(snapshot: Snapshot, directory: Path) -> list[FileWritten]:
+    """Write one file per piece into `directory`, which is created; durable on return, names included.
+
+    Not atomic: a failure or a kill leaves some of the files, so the directory counts only once its manifest exists (I1). May run in another
+    thread than the capture.
+
+    Raises:
+        DiskFullError, AccessDeniedError, PermanentBackendError: some files are missing or short.
+    """
+    make_dirs_durable(directory)
+    written = [FileWritten(path=path.name, digests=digest_file(path)) for path in _write_pieces(snapshot, directory)]
+    fsync_dir(directory)
+    return written
+
+
+def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, rng: bool = True) -> RestoreReport:
+    """Put the files of `directory` back into `pieces`, in the order of `pieces`, and the random states last.
+
+    Objects are loaded in place by their `load_state_dict`; pieces that are plain values are not touched, what was saved for them is in
+    `report.values`. A checkpoint without random states (captured with `rng=False`) reports `rng` as missing.
+
+    Args:
+        strict: refuse, before anything is loaded, a checkpoint that lacks a piece.
+        rng: set the random states too.
+
+    Raises:
+        IncompatibleStateError: a piece is missing (`strict`) or does not fit; pieces before it, and a part of it, are loaded already.
+        IntegrityError: a file cannot be read as what it should be.
+    """
+    files = _files_of(directory)
+    missing = tuple(name for name in pieces if name not in files)
+    if missing and strict:
+        present = ", ".join(sorted(files)) or "nothing"
+        raise IncompatibleStateError(
+            f"the checkpoint {directory.name!r} has no state for {', '.join(map(repr, missing))}; it holds {present}",
+            hint="leave these out, or restore with strict=False and let them start anew",
+            piece=missing[0],
+        )
+    values: dict[str, Any] = {}
+    restored = [name for name in pieces if name in files]
+    for name in restored:
+        tree = _read(files[name], name)
+        if _is_stateful(pieces[name]):
+            _load(name, pieces[name], tree)
+        else:
+            values[name] = tree
+    notes: tuple[str, ...] = ()
+    if rng and RNG in files:
+        notes = restore_rng(_read(files[RNG], RNG))
+        restored.append(RNG)
+    elif rng:
+        missing = (*missing, RNG)
+    return RestoreReport(
+        restored=tuple(restored),
+        missing=missing,
+        unexpected=tuple(sorted(set(files) - set(pieces) - {RNG})),
+        values=values,
+        notes=notes,
+    )
+
+
+def _check_name(name: str, *, rng: bool) -> None:
+    if not isinstance(name, str) or not _PIECE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name a piece of the state",
+            hint="use letters, digits, '_', '-' and '.', at most 100 of them",
+        )
+    if rng and name == RNG:
+        raise ConfigError(f"the piece {RNG!r} is taken by the random states", hint="give your piece another name")
+
+
+def _is_stateful(piece: Any) -> bool:
+    return callable(getattr(piece, "state_dict", None)) and callable(getattr(piece, "load_state_dict", None))
+
+
+def _state_of(name: str, piece: Any) -> Any:
+    if not _is_stateful(piece):
+        return piece
+    try:
+        return piece.state_dict()
+    except CkptmgrError:
+        raise
+    except Exception as error:  # it is the user's code: whatever it raises is a failed save, not a failed training (I9)
+        raise CheckpointError(
+            f"the state of {name!r} cannot be captured: state_dict() raised {error!r}", piece=name
+        ) from error
+
+
+def _write_pieces(snapshot: Snapshot, directory: Path) -> Iterator[Path]:
+    for name, tree in snapshot.pieces.items():
+        data = to_json(tree)
+        path = directory / f"{name}{_SUFFIXES[1] if data is None else _SUFFIXES[0]}"
+        if data is None:
+            with _save_errors(path, snapshot.size_bytes):
+                torch.save(tree, path)
+            fsync_file(path)
+        else:
+            write_atomic(path, data)
+        yield path
+
+
+@contextlib.contextmanager
+def _save_errors(path: Path, needed_bytes: int) -> Iterator[None]:
+    """torch writes in C++ and reports a failed write as a RuntimeError about its own position, or not at all about the cause."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        free_bytes = shutil.disk_usage(path.parent).free
+        if free_bytes < needed_bytes:
+            raise DiskFullError(
+                f"cannot write {str(path)!r}: {free_bytes} bytes are free and the snapshot holds {needed_bytes}",
+                hint="free some space or choose another directory",
+                backend="file",
+                operation="write",
+                key=str(path),
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+            ) from error
+        raise CheckpointError(f"cannot write {str(path)!r}: {_one_line(error)}", key=str(path)) from error
+
+
+def _files_of(directory: Path) -> dict[str, Path]:
+    """The file of each piece in `directory`; other files are none of ours."""
+    try:
+        paths = sorted(
+            path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")
+        )
+    except OSError as error:
+        raise IncompatibleStateError(
+            f"{str(directory)!r} cannot be read as a checkpoint: {error.strerror}",
+            hint="give the directory that `ckptmgr resume` printed",
+            piece="",
+        ) from error
+    return {path.stem: path for path in paths}
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        if path.suffix == ".json":
+            return from_json(path.read_bytes())
+        with _numpy_allowed():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise IncompatibleStateError(
+            f"{path.name} holds Python objects, which are not loaded: {_one_line(error)}",
+            hint="only checkpoints made of tensors and plain values can be restored",
+            piece=name,
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise IntegrityError(
+            f"{path.name} of {name!r} cannot be read: {_one_line(error)}",
+            hint="run `ckptmgr verify` on the checkpoint and resume from an older one",
+            key=str(path),
+        ) from error
+
+
+def _load(name: str, piece: Any, tree: Any) -> None:
+    if isinstance(piece, torch.optim.Optimizer):
+        _check_optimizer(name, piece, tree)
+    try:
+        piece.load_state_dict(tree)
+    except CkptmgrError:
+        raise
+    except Exception as error:  # user code may raise anything; all of it means that this state does not fit this object
+        raise _misfit(name, _one_line(error)) from error
+
+
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
+    """Compare the shapes of momenta with the parameters: torch loads any, and fails steps later, or broadcasts."""
+    try:
+        saved = [key for group in tree["param_groups"] for key in group["params"]]
+        states = tree["state"]
+    except (TypeError, KeyError) as error:
+        raise _misfit(name, "it is not the state of an optimizer") from error
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(saved, parameters, strict=False):
+        for what in ("exp_avg", "momentum_buffer"):
+            momentum = states.get(key, {}).get(what)
+            if isinstance(momentum, torch.Tensor) and momentum.shape != parameter.shape:
+                shapes = f"{tuple(momentum.shape)} in the checkpoint, the parameter is {tuple(parameter.shape)}"
+                raise _misfit(name, f"{what} of parameter {key} is {shapes}")
+
+
+def _misfit(name: str, why: str) -> IncompatibleStateError:
+    return IncompatibleStateError(
+        f"the saved state of {name!r} does not fit: {why}",
+        hint=f"build {name} as it was when the checkpoint was made, or leave this piece out",
+        piece=name,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+@contextlib.contextmanager
+def _numpy_allowed() -> Iterator[None]:
+    """Allow NumPy's numbers and arrays in `torch.load`: they are data, and schedulers and metrics keep them (K074)."""
+    try:
+        import numpy as np
+    except ImportError:
+        yield
+        return
+    core = np._core if hasattr(np, "_core") else np.core
+    multiarray: Any = core.multiarray
+    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSU"}
+    allowed: list[Any] = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *dtypes]
+    # Files written under NumPy 1 name its functions by their old module.
+    allowed += [
+        (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
+        for name in ("_reconstruct", "scalar")
+        for core in ("core", "_core")
+    ]
+    with torch.serialization.safe_globals(allowed):
+        yield
