@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -139,9 +139,19 @@ class Manifest:
     def renamed(self, stem: Stem) -> Manifest:
         return replace(self, stem=stem)
 
+    @property
+    def content_id(self) -> str:
+        """BLAKE3 over path, size and digest of every file: equal if and only if two checkpoints hold the same bytes."""
+        return content_id(self.files)
+
     def same_content(self, other: Manifest) -> bool:
         """Whether both name the same files with the same bytes (whatever store-specific CRCs either carries)."""
-        return {(e.path, e.size, e.blake3) for e in self.files} == {(e.path, e.size, e.blake3) for e in other.files}
+        return self.content_id == other.content_id
+
+
+def content_id(files: Iterable[FileEntry]) -> str:
+    """BLAKE3 over path, size and digest of every file, in any order."""
+    return blake3_hex(json.dumps(sorted((e.path, e.size, e.blake3) for e in files)).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""One look at a run: everything committed, closed or unreadable, the attempts, and the tags, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.lineage import chain
+from ckptmgr.core.manifest import ClosingRecord, Manifest
+from ckptmgr.core.records import AttemptRecord
+from ckptmgr.core.selectors import Selector, choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a run directory held at one moment.
+
+    Attributes:
+        run_uuid: the run.
+        manifests: committed checkpoints whose manifest can be read.
+        broken: manifests that are there but cannot be read; the checkpoint counts as damaged, and is never deleted or trusted.
+        closed: closing records of pruned and aborted ones.
+        attempts: every claimed attempt.
+        tags: where each tag points.
+    """
+
+    run_uuid: str
+    manifests: Mapping[Stem, Manifest] = field(default_factory=dict)
+    broken: Mapping[Stem, ManifestError] = field(default_factory=dict)
+    closed: Mapping[Stem, ClosingRecord] = field(default_factory=dict)
+    attempts: Mapping[int, AttemptRecord] = field(default_factory=dict)
+    tags: Mapping[str, Stem] = field(default_factory=dict)
+
+    @property
+    def highest_attempt(self) -> int | None:
+        """The highest attempt claimed, or named by a commit; None on a run without either."""
+        return max(
+            [*self.attempts, *(stem.attempt for stem in (*self.manifests, *self.broken, *self.closed))], default=None
+        )
+
+    @property
+    def has_commits(self) -> bool:
+        """Whether anything was ever committed and not pruned, readable or not."""
+        return bool(self.manifests or self.broken)
+
+    def chain(self) -> list[Stem]:
+        """The present lineage, newest first, unreadable ones included: fall-back must name those."""
+        return chain([*self.manifests, *self.broken], self.attempts)
+
+    def readable_chain(self) -> list[Manifest]:
+        """The present lineage, newest first, without unreadable ones."""
+        return [self.manifests[stem] for stem in self.chain() if stem in self.manifests]
+
+    def others(self) -> list[Manifest]:
+        """Committed checkpoints outside the present lineage, oldest first."""
+        present = set(self.chain())
+        return [self.manifests[stem] for stem in sorted(self.manifests) if stem not in present]
+
+    def newest(self) -> Stem | None:
+        return next(iter(self.chain()), None)
+
+    def choose(self, selector: Selector) -> Manifest:
+        """The checkpoint that `selector` means.
+
+        Raises:
+            CheckpointNotFoundError: none does.
+            ManifestError: the one it means cannot be read.
+        """
+        meant = self._meant(selector)
+        if meant is not None and meant in self.broken:
+            raise self.broken[meant]
+        found = choose(selector, self.readable_chain(), self.others(), self.tags)
+        if found is None:
+            steps = [str(manifest.step) for manifest in reversed(self.readable_chain())]
+            have = f"its steps are {', '.join(steps[-8:])}" if steps else "it has no checkpoint"
+            raise CheckpointNotFoundError(f"no checkpoint matches {selector}: {have}", hint="see `ckptmgr ls --all`")
+        return found
+
+    def _meant(self, selector: Selector) -> Stem | None:
+        """The stem that `selector` means as far as names alone tell; metrics need manifests that can be read."""
+        match selector.kind:
+            case "latest":
+                return self.newest()
+            case "step":
+                return next((stem for stem in self.chain() if stem.step == selector.step), None)
+            case "tag":
+                return self.tags.get(selector.tag)
+        return selector.stem

@@ -1,0 +1,120 @@
+"""Which checkpoint to resume, over the store and the local tier together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, NotCommittedError
+from ckptmgr.core.history import History
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.selectors import Selector
+from ckptmgr.run.directory import RunDirectory, same_run
+from ckptmgr.run.tier import LocalTier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One place that a checkpoint can be read from."""
+
+    stem: Stem
+    run: RunDirectory
+    source: Literal["local", "remote"]
+
+
+def look(run: RunDirectory, tier: LocalTier | None) -> tuple[History, History | None]:
+    """The histories of the store's run and of the local tier.
+
+    Raises:
+        ConflictError: the tier is another run's, or one id means different bytes in the two.
+    """
+    remote = run.history()
+    if tier is None:
+        return remote, None
+    same_run(tier.run, run)
+    local = tier.run.history()
+    for stem in local.manifests.keys() & remote.manifests.keys():
+        if not local.manifests[stem].same_content(remote.manifests[stem]):
+            raise ConflictError(
+                f"checkpoint {stem} differs between {tier.root} and {run.url}: one id, two contents",
+                hint="decide by hand which one is right and move the other away; nothing was changed",
+                local=str(tier.root),
+                remote=run.url,
+            )
+    return remote, local
+
+
+def merged(remote: History, local: History | None) -> History:
+    """Both as one: what either has committed and the store has not closed, with the store's word on attempts and tags."""
+    if local is None:
+        return remote
+    manifests = {stem: manifest for stem, manifest in local.manifests.items() if stem not in remote.closed}
+    manifests.update(remote.manifests)
+    broken = {stem: error for stem, error in {**local.broken, **remote.broken}.items() if stem not in manifests}
+    return History(
+        run_uuid=remote.run_uuid,
+        manifests=manifests,
+        broken=broken,
+        closed=remote.closed,
+        attempts={**local.attempts, **remote.attempts},
+        tags={**local.tags, **remote.tags},
+    )
+
+
+def candidates(
+    selector: Selector, run: RunDirectory, tier: LocalTier | None, *, fall_back: bool
+) -> tuple[list[list[Candidate]], History]:
+    """The checkpoints to try, in order; each with the places to read it from, the local tier first.
+
+    Args:
+        fall_back: for `latest`, the whole chain; otherwise the one that is meant.
+
+    Returns:
+        The places per checkpoint, and the merged history.
+
+    Raises:
+        CheckpointNotFoundError: nothing matches.
+        NotCommittedError: there is data, but none of it is committed (I1): nothing is resumed, nothing is "empty" either.
+        ManifestError: the one that is meant cannot be read.
+    """
+    remote, local = look(run, tier)
+    history = merged(remote, local)
+    if selector.kind == "latest":
+        wanted = history.chain()
+        if not wanted:
+            raise nothing_committed(run, history)
+        if not fall_back:
+            wanted = wanted[:1]
+    else:
+        wanted = [history.choose(selector).stem]
+    result = []
+    for stem in wanted:
+        places = []
+        if tier is not None and local is not None and stem in local.manifests:
+            places.append(Candidate(stem=stem, run=tier.run, source="local"))
+        if stem in remote.manifests or stem in remote.broken:
+            places.append(Candidate(stem=stem, run=run, source="remote"))
+        result.append(places or [Candidate(stem=stem, run=tier.run if tier is not None else run, source="local")])
+    return result, history
+
+
+def nothing_committed(run: RunDirectory, history: History) -> CheckpointNotFoundError | NotCommittedError:
+    """The error for a run without a checkpoint to resume: "without any data" or not."""
+    if history.has_commits:
+        return NotCommittedError(
+            f"{run.url} has checkpoints, but none in the present lineage",
+            hint="see `ckptmgr ls --all` and name one with id:ID",
+            empty=False,
+        )
+    loose = run.loose_data([*history.manifests, *history.closed])
+    if loose or history.closed:
+        what = f"{len(loose)} uncommitted or foreign" if loose else f"{len(history.closed)} pruned or aborted"
+        return NotCommittedError(
+            f"{run.url} holds data ({what}) but no committed checkpoint",
+            hint="see `ckptmgr ls --all`; to train from scratch there, use another run name",
+            empty=False,
+        )
+    return CheckpointNotFoundError(f"{run.url} has no checkpoint yet", hint="nothing to resume", empty=True)

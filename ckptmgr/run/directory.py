@@ -1,0 +1,386 @@
+"""A run directory on any backend: what is in it, and the small writes besides commits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckptmgr.backends.base import Backend
+from ckptmgr.core import layout
+from ckptmgr.core.errors import (
+    BackendError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ConflictError,
+    ManifestError,
+    ManifestVersionError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from ckptmgr.core.history import History
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest
+from ckptmgr.core.records import (
+    AttemptRecord,
+    RunRecord,
+    TagRecord,
+    decode_attempt,
+    decode_run,
+    decode_tag,
+    encode_run,
+    encode_tag,
+)
+from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_READERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LooseData:
+    """Something under the run that is not a checkpoint: `uncommitted` data of an unfinished save, or `foreign` files."""
+
+    name: str
+    state: str
+    stem: Stem | None = None
+
+
+@dataclass(slots=True)
+class RunDirectory:
+    """One run on one backend. Keeps nothing but the run's identity: every call looks again.
+
+    Attributes:
+        fs: the backend.
+        root: path of the run on it, without protocol or trailing slash.
+        url: how the user names it, for messages and journals.
+        record: run.json.
+    """
+
+    fs: Backend
+    root: str
+    url: str
+    record: RunRecord = field(default_factory=lambda: RunRecord(uuid=""))
+
+    # --- opening ----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, url: str, *, fs: Backend | None = None, root: str | None = None) -> RunDirectory:
+        """The run at `url`.
+
+        Raises:
+            CheckpointNotFoundError: the store says that there is no run.json there.
+            ConfigError: `url` is malformed, or names a file.
+            ManifestError: run.json is damaged or from a newer version.
+            BackendError: could not look (I7).
+        """
+        run = cls._at(url, fs, root)
+        data = run.read(layout.RUN_FILE)
+        if data is None:
+            run.refuse_file()
+            raise CheckpointNotFoundError(
+                f"there is no run at {run.url}", hint="see what the store holds with `ckptmgr ls`", url=run.url
+            )
+        run.record = decode_run(data, where=f"{run.url}/{layout.RUN_FILE}")
+        return run
+
+    @classmethod
+    def open_or_create(
+        cls,
+        url: str,
+        *,
+        uuid: str | None = None,
+        kind: str = "checkpoints",
+        fs: Backend | None = None,
+        root: str | None = None,
+    ) -> RunDirectory:
+        """The run at `url`, created if there is none.
+
+        Args:
+            uuid: the identity that a new run gets; drawn if None.
+        """
+        try:
+            return cls.open(url, fs=fs, root=root)
+        except CheckpointNotFoundError:
+            pass
+        run = cls._at(url, fs, root)
+        record = RunRecord(
+            uuid=uuid or new_uuid(), kind=kind, create_only=run._probe_create_only(), created_at=utc_stamp()
+        )
+        # Refused: another process created it just now, or our own unanswered try did. What is there decides.
+        with contextlib.suppress(ObjectExistsError):
+            run.fs.pipe_file(run.path(layout.RUN_FILE), encode_run(record), mode="create")
+        return cls.open(url, fs=run.fs, root=run.root)
+
+    @classmethod
+    def _at(cls, url: str, fs: Backend | None, root: str | None) -> RunDirectory:
+        from ckptmgr.backends.registry import normalize_url, open_store
+
+        if fs is None or root is None:
+            fs, root = open_store(url)
+        return cls(fs=fs, root=root, url=normalize_url(url))
+
+    def refuse_file(self) -> None:
+        """Raise ConfigError if the run's path is a file, which no run can be."""
+        try:
+            info = self.fs.info(self.root)
+        except ObjectNotFoundError:
+            return
+        if info["type"] == "file":
+            raise ConfigError(
+                f"{self.url} is a file of {info['size']} bytes, not a run",
+                hint="give the URL of a run directory",
+                url=self.url,
+            )
+
+    def _probe_create_only(self) -> bool:
+        """Whether this store really refuses a second create-only write; some accept the header and ignore it.
+
+        Source: design notes, S3-compatible stores (GCS interop, StorageGRID, versioned OSS buckets).
+        """
+        if not self.fs.capabilities.create_only:
+            return False
+        if self.fs.capabilities.is_local:
+            return True
+        key = self.path(f"{layout.ATTEMPTS}/.probe-{new_nonce()}")
+        # Refused: a retry met our own first try. The second write decides.
+        with contextlib.suppress(ObjectExistsError):
+            self.fs.pipe_file(key, b"first", mode="create")
+        try:
+            self.fs.pipe_file(key, b"second", mode="create")
+        except ObjectExistsError:
+            refused = True
+        else:
+            refused = False
+            logger.warning(
+                "%s ignores create-only writes: commits stay safe, clean-up waits longer (see docs)", self.url
+            )
+        self.fs.rm_file(key)
+        return refused
+
+    # --- small pieces -----------------------------------------------------------------------------------------------------
+
+    @property
+    def uuid(self) -> str:
+        return self.record.uuid
+
+    @property
+    def name(self) -> str:
+        return self.root.rsplit("/", 1)[-1]
+
+    def path(self, key: str) -> str:
+        """The backend's path of a key of this run."""
+        return f"{self.root}/{key}"
+
+    def read(self, key: str) -> bytes | None:
+        """The bytes at `key`; None if the store says that nothing is there."""
+        try:
+            return self.fs.cat_file(self.path(key))
+        except ObjectNotFoundError:
+            return None
+
+    def keys(self, prefix: str) -> list[str]:
+        """Every key of this run below `prefix`, sorted."""
+        found = self.fs.find(self.path(prefix))
+        return sorted(name[len(self.root) + 1 :] for name in found)
+
+    def delete_data(self, stem: Stem) -> None:
+        """Remove whatever lies under `stem`'s data prefix; the caller has seen to it that no manifest names it."""
+        for key in self.keys(layout.data_prefix(stem)):
+            self.fs.rm_file(self.path(key))
+
+    # --- looking ----------------------------------------------------------------------------------------------------------
+
+    def history(self) -> History:
+        """Everything that decides what is newest: one listing each of manifests, attempts and tags, and their contents."""
+        found: dict[Stem, Manifest] = {}
+        broken: dict[Stem, ManifestError] = {}
+        closed: dict[Stem, ClosingRecord] = {}
+        stems = self.stems()
+        for stem, outcome in zip(stems, self._map(self._read_manifest, stems), strict=True):
+            if isinstance(outcome, Manifest):
+                found[stem] = outcome
+            elif isinstance(outcome, ClosingRecord):
+                closed[stem] = outcome
+            elif outcome is not None:
+                broken[stem] = outcome
+        return History(
+            run_uuid=self.uuid,
+            manifests=found,
+            broken=broken,
+            closed=closed,
+            attempts=self.attempts(),
+            tags=self.tags(),
+        )
+
+    def stems(self) -> list[Stem]:
+        """Every stem with something in the manifest's place (committed, closed or unreadable), in (attempt, step, seq) order."""
+        names = (key.rsplit("/", 1)[-1] for key in self.keys(layout.MANIFESTS))
+        stems = (layout.parse_stem(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+        return sorted(stem for stem in stems if stem is not None)
+
+    def manifest(self, stem: Stem) -> Manifest | ClosingRecord:
+        """What stands in the manifest's place of `stem`.
+
+        Raises:
+            CheckpointNotFoundError: nothing does.
+            ManifestError: it cannot be read.
+        """
+        outcome = self._read_manifest(stem)
+        if outcome is None:
+            raise CheckpointNotFoundError(f"no checkpoint {stem} in {self.url}", hint="see `ckptmgr ls --all`")
+        if isinstance(outcome, ManifestError):
+            raise outcome
+        return outcome
+
+    def _read_manifest(self, stem: Stem) -> Manifest | ClosingRecord | ManifestError | None:
+        key = layout.manifest_key(stem)
+        data = self.read(key)
+        if data is None:
+            return None  # pruned, and its record tidied away, between the listing and this read
+        where = f"{self.url}/{key}"
+        try:
+            record = decode_manifest(data, where=where)
+        except ManifestError as exc:
+            return exc
+        if record.stem != stem or (isinstance(record, Manifest) and self.uuid and record.run_uuid != self.uuid):
+            return ManifestError(
+                f"{where} belongs to another checkpoint or run ({record.stem})",
+                hint="it was copied here by hand; `ckptmgr push` brings it in properly",
+                key=key,
+            )
+        return record
+
+    def attempts(self) -> dict[int, AttemptRecord]:
+        """Every claimed attempt. A record that cannot be read still counts as claimed: numbers are never reused."""
+        found: dict[int, AttemptRecord] = {}
+        keys = [key for key in self.keys(layout.ATTEMPTS) if layout.attempt_number(key) is not None]
+        for key, data in zip(keys, self._map(self.read, keys), strict=True):
+            number = layout.attempt_number(key)
+            if data is None or number is None or number in found:
+                continue
+            try:
+                record = decode_attempt(data, where=f"{self.url}/{key}")
+            except ManifestVersionError:
+                raise
+            except ManifestError as exc:
+                logger.warning("%s; taken as an automatic continuation", exc)
+                record = AttemptRecord(number=number, how="auto")
+            found[number] = record
+        return found
+
+    def tags(self) -> dict[str, Stem]:
+        """Where each tag points. A tag that cannot be read is an error: prune must not take its checkpoint for untagged."""
+        found: dict[str, Stem] = {}
+        keys = [key for key in self.keys(layout.TAGS) if key.endswith(".json")]
+        for key, data in zip(keys, self._map(self.read, keys), strict=True):
+            if data is not None:
+                record = decode_tag(data, where=f"{self.url}/{key}")
+                found[record.tag] = record.stem
+        return found
+
+    def loose_data(self, known: Iterable[Stem]) -> list[LooseData]:
+        """What lies in the run without being a checkpoint: data without a manifest, and files that are not ours.
+
+        Args:
+            known: stems that have a manifest or a closing record.
+        """
+        named = {str(stem) for stem in known}
+        result = []
+        for name in self._names(layout.CHECKPOINTS):
+            if name not in named:
+                stem = layout.parse_stem(name.removesuffix(".partial"))
+                result.append(LooseData(name=name, state="foreign" if stem is None else "uncommitted", stem=stem))
+        ours = {
+            layout.RUN_FILE,
+            layout.ATTEMPTS,
+            layout.CHECKPOINTS,
+            layout.MANIFESTS,
+            layout.PARTS,
+            layout.TAGS,
+            layout.UPLOADS,
+            "resumed",
+        }
+        result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
+        return result
+
+    def _names(self, prefix: str) -> list[str]:
+        base = self.path(prefix) if prefix else self.root
+        try:
+            entries = self.fs.ls(base, detail=False)
+        except ObjectNotFoundError:
+            return []
+        names = [str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries if str(entry).rstrip("/") != base]
+        return [name for name in names if name and not name.startswith(".")]
+
+    # --- tags -------------------------------------------------------------------------------------------------------------
+
+    def tag(self, name: str, stem: Stem) -> None:
+        """Point `name` at `stem`, which must be committed. Moves an existing tag."""
+        key = layout.tag_key(name)
+        if isinstance(self.manifest(stem), ClosingRecord):
+            raise ConflictError(f"{stem} was pruned and cannot be tagged", hint="choose one of `ckptmgr ls`")
+        self.fs.pipe_file(self.path(key), encode_tag(TagRecord(tag=name, stem=stem, created_at=utc_stamp())))
+
+    def _map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
+        """`function` over `items`, in order; on a remote store several at once, for each costs a round trip."""
+        if self.fs.capabilities.is_local or len(items) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(max_workers=min(_READERS, len(items)), thread_name_prefix="ckptmgr-read") as pool:
+            return list(pool.map(function, items))
+
+
+def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError | ManifestError]]]:
+    """The runs one level below a store's `url`, by name; one whose run.json cannot be read comes as (name, error).
+
+    Returns:
+        The store's normalised URL, and the runs.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there, or no run is.
+        BackendError: could not look.
+    """
+    from ckptmgr.backends.registry import normalize_url, open_store
+
+    fs, root = open_store(url)
+    store = normalize_url(url)
+    probe = RunDirectory(fs=fs, root=root, url=store)
+    try:
+        names = [
+            str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+            for entry in fs.ls(root, detail=True)
+            if entry["type"] == "directory"
+        ]
+    except ObjectNotFoundError as exc:
+        raise CheckpointNotFoundError(
+            f"nothing is stored at {store}", hint="check the URL; a run appears with its first checkpoint", url=store
+        ) from exc
+    probe.refuse_file()
+    found: list[RunDirectory | tuple[str, BackendError | ManifestError]] = []
+    for name in sorted(names):
+        try:
+            found.append(RunDirectory.open(f"{store}/{name}", fs=fs, root=f"{root}/{name}" if root else name))
+        except CheckpointNotFoundError:
+            continue
+        except ManifestError as exc:
+            found.append((name, exc))
+    if not found:
+        raise CheckpointNotFoundError(
+            f"no run at {store} or one level below it",
+            hint="check the URL; a run appears with its first checkpoint",
+            url=store,
+        )
+    return store, found
+
+
+def same_run(local: RunDirectory, remote: RunDirectory) -> None:
+    """Raise ConflictError unless both are the same run."""
+    if local.uuid != remote.uuid:
+        raise ConflictError(
+            f"{local.root} is the local tier of run {local.uuid}, but {remote.url} is run {remote.uuid}",
+            hint="give another local directory, or another run name",
+        )

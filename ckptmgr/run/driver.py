@@ -1,0 +1,202 @@
+"""Performs the operations of `ckptmgr.core.protocol` on a real run directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptmgr.backends.atomic import digest_file, link_or_copy
+from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
+from ckptmgr.core.manifest import FileEntry
+from ckptmgr.core.protocol import (
+    Create,
+    Delete,
+    Fetch,
+    IsStored,
+    ListKeys,
+    Operation,
+    PutFile,
+    Read,
+    Record,
+    Replace,
+)
+from ckptmgr.run.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def drive(protocol: Generator[Operation, Any, _T], perform: Callable[[Operation], Any]) -> _T:
+    """Run `protocol` to its end, performing each operation it yields.
+
+    Every error of `perform` is thrown into the protocol, which settles those that it knows and lets the others out.
+    """
+    reply: Any = None
+    failure: CkptmgrError | None = None
+    while True:
+        try:
+            operation = protocol.throw(failure) if failure is not None else protocol.send(reply)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        reply, failure = None, None
+        try:
+            reply = perform(operation)
+        except CkptmgrError as exc:
+            failure = exc
+
+
+class StoreDriver:
+    """Performs operations on one run directory.
+
+    Args:
+        run: where the operations act.
+        source: the local directory that `PutFile` reads from.
+        target: the local directory that `Fetch` fills; parent directories of the files in it are made as needed.
+        link: `Fetch` makes hard links where it can. Only from a local tier: a trainer that writes a resumed file in place would otherwise
+            reach through the link into the store.
+        record: called for each `Record`, durably, before it returns.
+        moved: called with the number of bytes of each block transferred.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        source: Path | None = None,
+        target: Path | None = None,
+        link: bool = False,
+        record: Callable[[Record], None] | None = None,
+        moved: Callable[[int], None] | None = None,
+    ) -> None:
+        self._run = run
+        self._source = source
+        self._target = target
+        self._link = link
+        self._record = record
+        self._callback = None if moved is None else _Moved(moved)
+
+    def __call__(self, operation: Operation) -> Any:
+        match operation:
+            case Read(key):
+                return self._run.read(key)
+            case Create(key, body):
+                return self._create(key, body)
+            case Replace(key, body):
+                return self._run.fs.pipe_file(self._run.path(key), body)
+            case ListKeys(prefix):
+                return self._run.keys(prefix)
+            case Delete(key):
+                return self._run.fs.rm_file(self._run.path(key))
+            case PutFile(key, entry):
+                return self._put(key, entry)
+            case IsStored(key, entry):
+                return is_stored(self._run, key, entry)
+            case Fetch(key, entry):
+                return self._fetch(key, entry)
+            case Record():
+                return self._record(operation) if self._record is not None else None
+
+    def _create(self, key: str, body: bytes) -> None:
+        """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe."""
+        path = self._run.path(key)
+        if self._run.record.create_only:
+            self._run.fs.pipe_file(path, body, mode="create")
+        elif self._run.read(key) is not None:
+            raise ObjectExistsError(f"{path} exists", key=key)
+        else:
+            self._run.fs.pipe_file(path, body)
+
+    def _put(self, key: str, entry: FileEntry) -> None:
+        if self._source is None:
+            raise SourceChangedError(f"there is no local copy of {entry.path} to upload", path=entry.path)
+        source = self._source / entry.path
+        self._run.fs.put_file(str(source), self._run.path(key), callback=self._callback, expected=entry.digests)
+
+    def _fetch(self, key: str, entry: FileEntry) -> str | None:
+        if self._target is None:
+            return check_stored(self._run, key, entry)
+        target = self._target / entry.path
+        if target.is_symlink() or (target.exists() and file_problem(target, entry) is not None):
+            target.unlink()  # of an interrupted download, or of another checkpoint: only bytes that verify are reused
+        if target.exists():
+            return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        problem: str | None = None
+        for _ in range(2):  # damage on the way is gone at the second try, damage at rest is not
+            try:
+                self._bring(key, target)
+            except ObjectNotFoundError:
+                return "is missing"
+            problem = file_problem(target, entry)
+            if problem is None:
+                return None
+            target.unlink()
+        return problem
+
+    def _bring(self, key: str, target: Path) -> None:
+        source = self._run.path(key)
+        if not self._link:
+            self._run.fs.get_file(source, str(target), callback=self._callback)
+        elif os.path.isfile(source):
+            link_or_copy(source, target, sync=False)
+        else:
+            raise ObjectNotFoundError(f"{source} is missing", key=key)
+
+
+class _Moved:
+    """The part of an fsspec callback that backends use."""
+
+    def __init__(self, moved: Callable[[int], None]) -> None:
+        self.relative_update = moved
+
+
+def is_stored(run: RunDirectory, key: str, entry: FileEntry) -> bool:
+    """Whether the store vouches, without a download, that `key` holds the bytes of `entry`. False when it cannot tell.
+
+    On a local run directory the file itself is read.
+    """
+    try:
+        return check_stored(run, key, entry, need_proof=True) is None
+    except BackendError as exc:
+        logger.debug("cannot tell whether %s is stored: %s", key, exc)
+        return False
+
+
+def check_stored(run: RunDirectory, key: str, entry: FileEntry, *, need_proof: bool = False) -> str | None:
+    """What is wrong with a stored file as far as the store itself reports it, without a download; None if nothing is.
+
+    Presence, size, and the CRC that the store keeps, where it keeps one that the manifest also has. On a local run directory the file
+    is only looked at, unless `need_proof`.
+
+    Args:
+        need_proof: also call it wrong when the store gives no checksum to compare.
+    """
+    path = run.path(key)
+    try:
+        size = run.fs.info(path)["size"]
+        if size != entry.size:
+            return f"has {size} bytes instead of {entry.size}"
+        if run.fs.capabilities.is_local:
+            return file_problem(Path(path), entry) if need_proof else None
+        stored = run.fs.stored_crc(path)
+    except ObjectNotFoundError:
+        return "is missing"
+    expected = None if stored is None else getattr(entry, stored[0])
+    if stored is None or expected is None:
+        return "has no checksum that the store could be asked for" if need_proof else None
+    return None if stored[1] == expected else f"has the {stored[0]} {stored[1]} instead of {expected}"
+
+
+def file_problem(path: Path, entry: FileEntry) -> str | None:
+    """How the local file at `path` differs from `entry`; None if it does not. Reads all of it."""
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            return f"has {size} bytes instead of {entry.size}"
+        digest = digest_file(path).blake3
+    except (FileNotFoundError, SourceChangedError):
+        return "is missing"
+    return None if digest == entry.blake3 else f"has the blake3 {digest[:16]}… instead of {entry.blake3[:16]}…"

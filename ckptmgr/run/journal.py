@@ -1,0 +1,146 @@
+"""The upload journal of one save: local, durable, never in the store. It says what is pending and what the store has confirmed.
+
+It lives in the local tier as `uploads/<stem>.json`. Losing it costs a repeated look at the store, never a checkpoint: the commit is in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ckptmgr.backends.atomic import make_dirs_durable, write_atomic
+from ckptmgr.core import layout
+from ckptmgr.core.errors import ManifestError
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, convert_record, decode_record
+from ckptmgr.core.protocol import Record
+
+UploadState = Literal["pending", "uploading", "uploaded", "failed", "dropped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadEntry:
+    """How far the upload of one save has come.
+
+    Attributes:
+        stem: the save's name in the local tier.
+        remote: its name in the store; another one after gc had closed the first.
+        state: `pending` (not begun), `uploading` (begun, maybe interrupted), `uploaded` (the manifest is in the store), `failed` (gave up for
+            now: `error` says why; tried again by the next start or drain), `dropped` (pruned in the store meanwhile).
+        target: URL of the run it goes to.
+        source: absolute directory of the files when they are not in the local tier (`ckptmgr push`).
+        content: `content_id` of what is being sent: a stem is only taken up again for the same bytes (I2).
+        began_at_s: seconds since 1970 when the first byte was sent under `remote`.
+        confirmed: paths that the store holds under `remote`.
+        tries: uploads begun.
+        error: the last failure, one line.
+    """
+
+    stem: Stem
+    remote: Stem
+    state: UploadState = "pending"
+    target: str = ""
+    source: str | None = None
+    content: str = ""
+    began_at_s: float | None = None
+    confirmed: frozenset[str] = frozenset()
+    tries: int = 0
+    error: str = ""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state in ("pending", "uploading", "failed")
+
+    def after(self, event: Record) -> UploadEntry:
+        """The entry once `event` has happened."""
+        match event.event:
+            case "confirmed":
+                return replace(self, confirmed=self.confirmed | {event.path})
+            case "renamed":
+                return replace(self, remote=event.stem, confirmed=frozenset(), began_at_s=None)
+            case "uploaded":
+                return replace(self, state="uploaded", remote=event.stem, error="")
+            case "dropped":
+                return replace(self, state="dropped", error="it was pruned in the store before this upload ended")
+
+
+class _EntryDoc(msgspec.Struct, kw_only=True):
+    id: str
+    remote: str
+    state: UploadState
+    target: str = ""
+    source: str | None = None
+    content: str = ""
+    began_at_s: float | None = None
+    confirmed: list[str] = []
+    tries: int = 0
+    error: str = ""
+
+
+class Journal:
+    """The journals of one local tier. Writes are atomic and durable; one process writes an entry at a time (see `locks`)."""
+
+    def __init__(self, tier_root: Path) -> None:
+        self._root = tier_root
+
+    def entries(self) -> list[UploadEntry]:
+        """Every entry that can be read, oldest first. A torn one cannot exist; a foreign file is passed over."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted((self._root / layout.UPLOADS).iterdir()):
+                stem = layout.parse_stem(path.name.removesuffix(".json"))
+                entry = self.read(stem) if stem is not None and path.suffix == ".json" else None
+                if entry is not None:
+                    found.append(entry)
+        return sorted(found, key=lambda entry: entry.stem)
+
+    def read(self, stem: Stem) -> UploadEntry | None:
+        """The entry of `stem`; None if there is none, or it cannot be read (then the upload starts by looking at the store)."""
+        path = self._root / layout.upload_key(stem)
+        try:
+            document = decode_record(path.read_bytes(), where=str(path))
+            parsed = convert_record(document, _EntryDoc, str(path))
+            remote = Stem.parse(parsed.remote)
+        except (FileNotFoundError, ManifestError, ValueError):
+            return None
+        return UploadEntry(
+            stem=stem,
+            remote=remote,
+            state=parsed.state,
+            target=parsed.target,
+            source=parsed.source,
+            content=parsed.content,
+            began_at_s=parsed.began_at_s,
+            confirmed=frozenset(parsed.confirmed),
+            tries=parsed.tries,
+            error=parsed.error,
+        )
+
+    def write(self, entry: UploadEntry) -> None:
+        """Keep `entry`, durably."""
+        document: Mapping[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": str(entry.stem),
+            "remote": str(entry.remote),
+            "state": entry.state,
+            "target": entry.target,
+            "source": entry.source,
+            "content": entry.content,
+            "began_at_s": entry.began_at_s,
+            "confirmed": sorted(entry.confirmed),
+            "tries": entry.tries,
+            "error": entry.error,
+        }
+        path = self._root / layout.upload_key(entry.stem)
+        make_dirs_durable(path.parent)
+        write_atomic(path, canonical_json(document))
+
+    def forget(self, stem: Stem) -> None:
+        """Remove the entry of a save whose local copy is gone."""
+        (self._root / layout.upload_key(stem)).unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""What `ls` shows: the checkpoints of a run, the runs of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptmgr.core.errors import BackendError, ManifestError
+from ckptmgr.core.history import History
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.directory import RunDirectory, runs_of
+from ckptmgr.run.verify import damage_of
+
+State = Literal["committed", "damaged", "uncommitted", "foreign"]
+Lineage = Literal["current", "abandoned"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of `ls RUN`.
+
+    Attributes:
+        id: the stem; for foreign data its name.
+        state: `uncommitted` data has no manifest (an upload under way, or abandoned); `foreign` is not ours.
+        lineage: None for what is no checkpoint.
+        manifest: None unless it can be read.
+        why: for a damaged one, what is wrong.
+        tags: the tags that point to it.
+    """
+
+    id: str
+    state: State
+    stem: Stem | None = None
+    lineage: Lineage | None = None
+    manifest: Manifest | None = None
+    why: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One line of `ls STORE`. With `error`, the run could not be read, and the other fields say nothing."""
+
+    name: str
+    kind: str = ""
+    checkpoints: int = 0
+    latest: Stem | None = None
+    size_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOverview:
+    """`ls RUN`: its checkpoints oldest first, then what is no checkpoint."""
+
+    run: RunDirectory
+    history: History
+    rows: tuple[Row, ...] = field(default_factory=tuple)
+
+
+def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool = False) -> RunOverview:
+    """Everything in a run, oldest first.
+
+    Args:
+        all_lineages: also what the present lineage left behind.
+        check: ask the store whether each checkpoint is whole (no download).
+
+    Raises:
+        BackendError: could not look (I7).
+    """
+    history = run.history()
+    present = set(history.chain())
+    names: dict[Stem, list[str]] = {}
+    for tag, stem in sorted(history.tags.items()):
+        names.setdefault(stem, []).append(tag)
+    rows = [
+        _row(run, history, stem, "current" if stem in present else "abandoned", names, check)
+        for stem in sorted({*history.manifests, *history.broken})
+        if all_lineages or stem in present
+    ]
+    loose = run.loose_data([*history.manifests, *history.broken, *history.closed])
+    rows.extend(
+        Row(id=data.name, state="uncommitted" if data.state == "uncommitted" else "foreign", stem=data.stem)
+        for data in sorted(loose, key=lambda data: (data.stem is None, data.name))
+    )
+    return RunOverview(run=run, history=history, rows=tuple(rows))
+
+
+def _row(
+    run: RunDirectory, history: History, stem: Stem, lineage: Lineage, tags: Mapping[Stem, list[str]], check: bool
+) -> Row:
+    manifest = history.manifests.get(stem)
+    why = str(history.broken[stem]) if manifest is None else ""
+    if manifest is not None and check:
+        why = "; ".join(f"{damage.file} {damage.why}" for damage in damage_of(run, manifest))
+    return Row(
+        id=str(stem),
+        state="damaged" if why else "committed",
+        stem=stem,
+        lineage=lineage,
+        manifest=manifest,
+        why=why,
+        tags=tuple(tags.get(stem, ())),
+    )
+
+
+def store_overview(url: str) -> tuple[str, list[RunRow]]:
+    """The runs one level below `url`, by name, with the newest checkpoint of each one's lineage."""
+    store, runs = runs_of(url)
+    return store, [
+        _run_row(run) if isinstance(run, RunDirectory) else RunRow(name=run[0], error=str(run[1])) for run in runs
+    ]
+
+
+def _run_row(run: RunDirectory) -> RunRow:
+    try:
+        history = run.history()
+    except (BackendError, ManifestError) as exc:
+        return RunRow(name=run.name, kind=run.record.kind, error=str(exc))
+    return RunRow(
+        name=run.name,
+        kind=run.record.kind,
+        checkpoints=len(history.manifests) + len(history.broken),
+        latest=history.newest(),
+        size_bytes=sum(manifest.size_bytes for manifest in history.manifests.values()),
+    )

@@ -1,0 +1,145 @@
+"""Prune: delete what retention selected. `ckptmgr.core.retention` selects, this module looks, checks and deletes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from ckptmgr.core import protocol
+from ckptmgr.core.errors import ConflictError, IntegrityError
+from ckptmgr.core.history import History
+from ckptmgr.core.layout import Stem, manifest_key
+from ckptmgr.core.manifest import ClosingRecord
+from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan
+from ckptmgr.run import locks
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.driver import StoreDriver, drive
+from ckptmgr.run.identity import utc_now, utc_stamp
+from ckptmgr.run.verify import damage_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What one prune did.
+
+    Attributes:
+        plan: what was decided.
+        deleted: checkpoints removed, oldest first.
+        spared: planned to go, but tagged or in use by the time their turn came.
+        finished: interrupted removals of an earlier prune that were completed.
+    """
+
+    plan: RetentionPlan
+    deleted: tuple[Verdict, ...]
+    spared: tuple[Verdict, ...]
+    finished: tuple[Stem, ...]
+
+
+def plan_prune(
+    history: History, rule: RetentionRule, *, all_lineages: bool = False, now: datetime | None = None
+) -> RetentionPlan:
+    """Decide what stays and what goes, and why; changes nothing."""
+    return plan(
+        rule,
+        history.readable_chain(),
+        history.others(),
+        protection=Protection(resumed_from=_resumed_from(history), tagged=history.tags),
+        now=now or utc_now(),
+        all_lineages=all_lineages,
+    )
+
+
+def _resumed_from(history: History) -> frozenset[Stem]:
+    """The checkpoint that the highest attempt began from: until it commits one of its own, that is all it has to go back to."""
+    highest = history.attempts.get(history.highest_attempt or 0)
+    return frozenset() if highest is None or highest.parent is None else frozenset({highest.parent})
+
+
+def prune(
+    run: RunDirectory,
+    rule: RetentionRule,
+    *,
+    all_lineages: bool = False,
+    attempt: int | None = None,
+    tick: Callable[[Verdict], None] = lambda verdict: None,
+) -> Pruned:
+    """Delete what `rule` does not keep.
+
+    First the newest that stays is checked (presence, sizes, the store's checksums): if it is damaged, nothing is deleted (I8). Each removal closes
+    the manifest before it touches data, so that a kill leaves nothing that looks complete; the next prune finishes it.
+
+    Args:
+        attempt: the number of the attempt on whose behalf this runs; a superseded one never prunes (I12).
+
+    Raises:
+        IntegrityError: the newest one is damaged; nothing was deleted.
+        ConflictError: a higher attempt was claimed; nothing was deleted.
+        BackendError: the store could not be asked; removals done so far are done.
+    """
+    history = run.history()
+    if attempt is not None and (history.highest_attempt or 0) > attempt:
+        raise ConflictError(
+            f"attempt {attempt} of {run.url} is superseded by attempt {history.highest_attempt} and does not prune",
+            hint="the newer process does",
+        )
+    decided = plan_prune(history, rule, all_lineages=all_lineages)
+    if decided.delete:
+        _refuse_if_newest_is_damaged(run, history)
+    finished = _finish_interrupted(run, history)
+    deleted: list[Verdict] = []
+    spared: list[Verdict] = []
+    for verdict in decided.delete:
+        stem = verdict.manifest.stem
+        with locks.exclusive(run.uuid, stem, "read") as free:
+            # Tags are read again each time: one that was set a moment ago must hold.
+            if not free or stem in run.tags().values():
+                spared.append(verdict)
+                continue
+            tick(verdict)
+            drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))
+            deleted.append(verdict)
+    return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
+
+
+def _refuse_if_newest_is_damaged(run: RunDirectory, history: History) -> None:
+    newest = history.newest()
+    if newest is None:
+        return
+    if newest in history.broken:
+        why = str(history.broken[newest])
+    else:
+        damage = damage_of(run, history.manifests[newest])
+        if not damage:
+            return
+        why = f"{damage[0].file} {damage[0].why}"
+    raise IntegrityError(
+        f"the newest checkpoint of {run.url}, {newest}, is damaged ({why}), so older ones are not deleted",
+        hint="see `ckptmgr verify`; nothing was changed",
+        stem=newest,
+    )
+
+
+def _finish_interrupted(run: RunDirectory, history: History) -> tuple[Stem, ...]:
+    """Complete removals that were killed after their manifest was closed, and tidy closing records that have served their time."""
+    finished = []
+    edge = utc_now() - timedelta(seconds=protocol.CLOSING_KEPT_S)
+    with_data = {data.stem for data in run.loose_data([]) if data.stem is not None}
+    for stem, record in sorted(history.closed.items()):
+        if stem in with_data:
+            drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))
+            finished.append(stem)
+        elif _closed_before(record, edge):
+            run.fs.rm_file(run.path(manifest_key(stem)))
+    return tuple(finished)
+
+
+def _closed_before(record: ClosingRecord, edge: datetime) -> bool:
+    try:
+        closed = datetime.fromisoformat((record.closed_at or "").replace("Z", "+00:00"))
+    except ValueError:
+        return False
+    return closed.tzinfo is not None and closed < edge

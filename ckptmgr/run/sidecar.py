@@ -1,0 +1,66 @@
+"""`DIR.ckptmgr.json`: the manifest that lies beside a restored directory, and how it was chosen.
+
+Beside, not inside: the directory stays exactly what the trainer wrote. `verify DIR` reads it, and the next attempt learns from it which checkpoint it
+descends from, and whether that was automatic or the user's decision.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptmgr.backends.atomic import write_atomic
+from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
+from ckptmgr.core.manifest import Manifest, canonical_json, decode_manifest, encode_manifest
+
+_HOW = "resumed_how"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """What a restored directory is: `how` is `auto` for `latest`, `explicit` for any other selector."""
+
+    manifest: Manifest
+    how: Literal["auto", "explicit"] = "auto"
+
+
+def sidecar_path(directory: Path) -> Path:
+    """Where the sidecar of `directory` lies."""
+    return directory.with_name(f"{directory.name}.ckptmgr.json")
+
+
+def write_sidecar(directory: Path, sidecar: Sidecar) -> None:
+    """Put the sidecar beside `directory`, all or nothing, durably."""
+    document = json.loads(encode_manifest(sidecar.manifest))
+    document[_HOW] = sidecar.how
+    write_atomic(sidecar_path(directory), canonical_json(document))
+
+
+def read_sidecar(directory: Path) -> Sidecar:
+    """The sidecar beside `directory`; a single restored file is looked up by its directory.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        ManifestError: it is damaged.
+    """
+    path = sidecar_path(directory)
+    if not path.is_file() and directory.is_file():
+        path = sidecar_path(directory.parent)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as exc:
+        raise CheckpointNotFoundError(
+            f"{directory} has no {path.name} beside it, so there is nothing to compare it with",
+            hint="verify works on a directory that `ckptmgr resume` made",
+        ) from exc
+    try:
+        document = json.loads(data)
+        how = document.pop(_HOW, "auto")
+    except (ValueError, AttributeError) as exc:
+        raise ManifestError(f"{path} is not JSON", hint="run `ckptmgr resume` again") from exc
+    manifest = decode_manifest(canonical_json(document), where=str(path))
+    if not isinstance(manifest, Manifest):
+        raise ManifestError(f"{path} is a closing record, not a manifest", hint="run `ckptmgr resume` again")
+    return Sidecar(manifest=manifest, how="explicit" if how == "explicit" else "auto")

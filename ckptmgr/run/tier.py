@@ -1,0 +1,203 @@
+"""The local tier: a run directory on local disk, same layout as remote, which is also the upload queue."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptmgr.backends.atomic import digest_file, fsync_dir, fsync_file, link_or_copy, make_dirs_durable, write_atomic
+from ckptmgr.backends.local import LocalBackend
+from ckptmgr.core import layout
+from ckptmgr.core.errors import ConfigError, ConflictError, SourceChangedError
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
+from ckptmgr.core.records import AttemptRecord, encode_attempt
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.journal import Journal, UploadEntry
+
+PARTIAL = ".partial"
+RESUMED = "resumed"
+
+
+class LocalTier:
+    """A run directory on this machine's disk.
+
+    A save is prepared in `checkpoints/<stem>.partial`, renamed, and committed by its manifest; each step is durable before the
+    next, so that a kill at any moment leaves either no checkpoint or a whole one.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.root = Path(run.root)
+        self.journal = Journal(self.root)
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> LocalTier:
+        """The tier at `directory`.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        path = os.path.abspath(directory)
+        return cls(RunDirectory.open(path, fs=LocalBackend(), root=path))
+
+    @classmethod
+    def open_or_create(cls, directory: str | os.PathLike[str], *, uuid: str) -> LocalTier:
+        """The tier at `directory`, made if there is none.
+
+        Raises:
+            ConflictError: it is the tier of another run; nothing was changed (K100).
+        """
+        path = os.path.abspath(directory)
+        tier = cls(RunDirectory.open_or_create(path, uuid=uuid, fs=LocalBackend(), root=path))
+        if tier.run.uuid != uuid:
+            raise ConflictError(
+                f"{path} holds run {tier.run.uuid}, not run {uuid}",
+                hint="give another local directory, or another run name; nothing was changed",
+            )
+        return tier
+
+    def data_dir(self, stem: Stem) -> Path:
+        return self.root / layout.data_prefix(stem)
+
+    def prepare(self, stem: Stem) -> Path:
+        """An empty directory to write the files of `stem` into; `commit` makes it a checkpoint."""
+        partial = self.data_dir(stem).with_name(f"{stem}{PARTIAL}")
+        make_dirs_durable(partial.parent)
+        os.mkdir(partial)
+        return partial
+
+    def commit(self, manifest: Manifest, prepared: Path, *, target: str) -> UploadEntry:
+        """Turn `prepared`, whose files are written and synced, into the committed checkpoint `manifest` and queue it for `target`.
+
+        The journal's entry comes before the manifest: a checkpoint that exists is always queued.
+        """
+        for folder in sorted({prepared, *(path.parent for path in prepared.rglob("*"))}):
+            fsync_dir(folder)
+        final = self.data_dir(manifest.stem)
+        os.rename(prepared, final)
+        fsync_dir(final.parent)
+        entry = UploadEntry(stem=manifest.stem, remote=manifest.stem, target=target)
+        self.journal.write(entry)
+        path = self.root / layout.manifest_key(manifest.stem)
+        make_dirs_durable(path.parent)
+        write_atomic(path, encode_manifest(manifest), create=True)
+        return entry
+
+    def discard(self, prepared: Path) -> None:
+        """Remove what a failed save left in `prepared`."""
+        shutil.rmtree(prepared, ignore_errors=True)
+
+    def clean(self) -> list[str]:
+        """Remove what an earlier process left half written; call it when no save is under way. Returns the names removed."""
+        folder = self.root / layout.CHECKPOINTS
+        committed = {str(stem) for stem in self.run.stems()}
+        removed = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted(folder.iterdir()):
+                stem = layout.parse_stem(path.name.removesuffix(PARTIAL))
+                if stem is None or path.name in committed:
+                    continue
+                shutil.rmtree(path)
+                self.journal.forget(stem)
+                removed.append(path.name)
+        return removed
+
+    def note_attempt(self, record: AttemptRecord) -> None:
+        """Keep a copy of an attempt claimed in the store, so that the tier alone knows the lineage too."""
+        path = self.root / layout.attempt_key(record.number)
+        make_dirs_durable(path.parent)
+        write_atomic(path, encode_attempt(record))
+
+    def pending(self, target: str | None = None) -> list[tuple[Manifest, UploadEntry]]:
+        """Committed saves that the store has not confirmed, newest first: the queue.
+
+        Args:
+            target: only those that go to this run URL.
+        """
+        entries = {entry.stem: entry for entry in self.journal.entries()}
+        found = []
+        for stem, manifest in sorted(self.run.history().manifests.items(), reverse=True):
+            entry = entries.get(stem) or UploadEntry(stem=stem, remote=stem, target=target or "")
+            if entry.is_pending and (target is None or entry.target in ("", target)):
+                found.append((manifest, entry))
+        return found
+
+    def uploaded(self) -> set[Stem]:
+        """Saves whose commit in the store was confirmed and recorded: only these may be removed locally (I6)."""
+        return {entry.stem for entry in self.journal.entries() if entry.state in ("uploaded", "dropped")}
+
+    def remove(self, stem: Stem) -> None:
+        """Remove the local copy of an uploaded checkpoint: manifest first, then data, then its journal."""
+        entry = self.journal.read(stem)
+        if entry is None or entry.is_pending:
+            raise ConflictError(
+                f"{stem} is not confirmed in the store and stays on disk", hint="drain the uploads first"
+            )
+        (self.root / layout.manifest_key(stem)).unlink(missing_ok=True)
+        fsync_dir((self.root / layout.manifest_key(stem)).parent)
+        shutil.rmtree(self.data_dir(stem), ignore_errors=True)
+        self.journal.forget(stem)
+
+
+def next_seq(stems: Iterable[Stem], attempt: int) -> int:
+    """The save counter of the next save of `attempt` (K044: a restart never begins again at a number in use)."""
+    return max((stem.seq for stem in stems if stem.attempt == attempt), default=0) + 1
+
+
+def describe(directory: Path) -> tuple[FileEntry, ...]:
+    """What `directory` holds, as the files of a manifest; reads every byte.
+
+    Links to files are stored as what they point to. A link to a folder, and anything that is neither file nor folder, is refused.
+
+    Raises:
+        ConfigError: not a directory, empty, or it holds something that cannot be stored.
+        SourceChangedError: a file changed or vanished while it was read.
+    """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
+    entries = [FileEntry.of(path, digest_file(directory / path)) for path in _walk(directory)]
+    if not entries:
+        raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
+    return tuple(entries)
+
+
+def _walk(directory: Path) -> Sequence[str]:
+    found = []
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        for name in folders:
+            path = Path(folder, name)
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a link to a folder", hint="replace it with what it points to, or remove it"
+                )
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_file():
+                kind = "a broken link" if path.is_symlink() else "neither a file nor a folder"
+                raise ConfigError(f"{path} is {kind} and cannot be stored", hint="remove it, or push another directory")
+            found.append(path.relative_to(directory).as_posix())
+    return sorted(found)
+
+
+def take_in(source: Path, entries: Sequence[FileEntry], prepared: Path, *, final: bool) -> None:
+    """Bring the files of a directory that somebody else wrote into `prepared`.
+
+    Args:
+        final: nobody writes these files in place any more, so hard links are safe; else they are copied.
+    """
+    for entry in entries:
+        target = prepared / entry.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if final:
+            link_or_copy(source / entry.path, target)
+        else:
+            shutil.copyfile(source / entry.path, target)
+            fsync_file(target)
+            if digest_file(target).blake3 != entry.blake3:
+                raise SourceChangedError(f"{source / entry.path} changed while it was copied", path=entry.path)
