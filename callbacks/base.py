@@ -209,12 +209,11 @@ class Callback:
     def __getattr__(self, name: str) -> Any:
         # Only for names that nothing defines: an event that a newer host adds.
         if name.startswith("on_"):
-            return _no_op
+            return self._ignore
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-
-def _no_op(*args: Any, **kwargs: Any) -> None:
-    """A hook for an event that nobody here knows."""
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
+        """The hook for an event that this callback does not know."""
 
 
 def name_of(callback: object) -> str:

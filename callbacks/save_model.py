@@ -67,6 +67,8 @@ class SaveModelCallback(Callback):
     The policy's memory is part of the saved state, so that a resumed run makes the decisions of an uninterrupted one. A metric counts
     as seen once it was decided on, even if the save then failed.
 
+    Its hooks take `args, state, control` by position as well: it can be handed to a host that calls callbacks directly.
+
     Args:
         manager: usually a `CheckpointManager`. It is closed when training ends.
         save: the policy; the manager's own if None.
@@ -96,7 +98,14 @@ class SaveModelCallback(Callback):
         self._metrics: dict[str, float] = {}
         self._saved_step = -1
 
-    def on_train_begin(self, state: TrainerState, resume_from: str | Path | None = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        resume_from: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Claim an attempt of the run.
 
         Raises:
@@ -109,20 +118,25 @@ class SaveModelCallback(Callback):
         else:
             self.manager.begin(resume_from=Path(resume_from))
 
-    def on_step_end(self, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask the policy."""
         self._report_background_errors()
         self._ask(StepEnded(step=state.global_step, epoch=state.epoch), state, control)
 
     def on_evaluate(
-        self, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Ask the policy, and keep the metrics for a save of this step."""
         self._enter(state.global_step)
         self._metrics.update(_numbers(metrics or {}))
         self._ask(Evaluated(step=state.global_step, metrics=metrics or {}), state, control)
 
-    def on_epoch_end(self, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask the policy if the epoch is complete; ask for the last save if training ends here."""
         completed = round(state.epoch or 0)
         # A float that hosts compute as a quotient; an epoch cut short by max_steps or a stop is no finished one.
@@ -132,7 +146,12 @@ class SaveModelCallback(Callback):
             self._want(["train_end"], state, control)
 
     def on_save(
-        self, state: TrainerState, checkpoint: Callable[[], Mapping[str, Any]] | None = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        checkpoint: Callable[[], Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Save, with all reasons of this step; a second call at the same step does nothing.
 
@@ -147,7 +166,7 @@ class SaveModelCallback(Callback):
         if state.is_world_process_zero:
             self._guard(f"save of step {step}", lambda: self._save(state, checkpoint))
 
-    def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Close the manager, and say what is not in the store yet."""
         if state.is_world_process_zero:
             self._guard("close of the checkpoint manager", self._close)
@@ -241,7 +260,7 @@ class SaveModelCallback(Callback):
                 "%s failed (failure %d), training goes on: %s",
                 what,
                 self.failures,
-                error or repr(error),
+                str(error) if trace is None else repr(error),
                 exc_info=trace,
             )
 
