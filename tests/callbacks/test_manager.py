@@ -1,0 +1,398 @@
+"""The callback manager: arguments by name, order, isolation, timing, state."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ckptmgr.callbacks.base import EVENTS, Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.core.errors import ConfigError, IncompatibleStateError
+
+
+class Seconds:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder(Callback):
+    """Notes its events in a list that several of them share."""
+
+    def __init__(self, seen: list[str], label: str = "", priority: int = Priority.NORMAL) -> None:
+        self.seen = seen
+        self.label = label
+        self.priority = priority
+
+    def on_step_end(self, **kwargs: Any) -> None:
+        self.seen.append(self.label)
+
+
+class Raises(Callback):
+    """Fails at every step."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_end(self, **kwargs: Any) -> None:
+        raise self.error
+
+
+def step_end(manager: CallbackManager, step: int = 7, **arguments: Any) -> TrainerControl:
+    control = TrainerControl()
+    state = TrainerState(global_step=step)
+    same = manager.call("on_step_end", args=None, state=state, control=control, **arguments) is control
+    assert same, "the caller gets back its own object"
+    return control
+
+
+def test_a_hook_takes_any_subset_of_the_arguments_by_name() -> None:
+    """Order and completeness of a hook's parameters do not matter; what the host lacks is None."""
+    got: dict[str, Any] = {}
+
+    class Subset(Callback):
+        def on_step_end(self, outputs: Any, state: TrainerState, metrics: Any) -> None:
+            got.update(outputs=outputs, step=state.global_step, metrics=metrics)
+
+    step_end(CallbackManager([Subset()]), outputs={"loss": 1.0}, batch="unused")
+    assert got == {"outputs": {"loss": 1.0}, "step": 7, "metrics": None}
+
+
+def test_a_hook_with_kwargs_gets_everything() -> None:
+    """`**kwargs` receives what the hook does not name."""
+    got: dict[str, Any] = {}
+
+    class All(Callback):
+        def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+            got.update(kwargs)
+
+    step_end(CallbackManager([All()]), outputs=1, batch=2)
+    assert got.keys() == {"args", "control", "outputs", "batch"}
+
+
+def test_a_hook_with_positional_only_parameters_is_called() -> None:
+    """A third-party hook may forbid keywords for its first parameters."""
+    got: list[Any] = []
+
+    class Foreign:
+        def on_step_end(self, args: Any, state: Any, control: Any, /, **kwargs: Any) -> None:
+            got.extend([args, state.global_step, sorted(kwargs)])
+
+    step_end(CallbackManager([Foreign()]), outputs=1)
+    assert got == [None, 7, ["outputs"]]
+
+
+def test_a_misspelt_required_parameter_is_a_failure_of_that_callback() -> None:
+    """Only arguments that some host has are filled with None."""
+
+    class Typo(Callback):
+        def on_step_end(self, stat: Any) -> None:
+            raise AssertionError("cannot be reached")
+
+    manager = CallbackManager([Typo()])
+    step_end(manager)
+    assert manager.failures == {"Typo": 1}
+
+
+def test_processing_class_and_tokenizer_stand_for_each_other() -> None:
+    """A hook may use the old or the new name."""
+    got: list[Any] = []
+
+    class Old(Callback):
+        def on_step_end(self, tokenizer: Any) -> None:
+            got.append(tokenizer)
+
+    class New(Callback):
+        def on_step_end(self, processing_class: Any) -> None:
+            got.append(processing_class)
+
+    manager = CallbackManager([Old(), New()])
+    step_end(manager, processing_class="p")
+    step_end(manager, tokenizer="t")
+    assert got == ["p", "p", "t", "t"]
+
+
+def test_priority_orders_and_ties_keep_the_order_of_adding() -> None:
+    """Saving runs before stopping, logging last."""
+    seen: list[str] = []
+    manager = CallbackManager()
+    for label, priority in [
+        ("log", Priority.LOG),
+        ("a", 50),
+        ("stop", Priority.STOP),
+        ("b", 50),
+        ("save", Priority.SAVE),
+    ]:
+        manager.add(Recorder(seen, label, priority))
+    step_end(manager)
+    assert seen == ["save", "a", "b", "stop", "log"]
+
+
+def test_a_failing_callback_does_not_reach_the_others_or_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is logged with callback, event and step, and counted."""
+    seen: list[str] = []
+    manager = CallbackManager([Raises(ZeroDivisionError("boom")), Recorder(seen, "after")])
+    step_end(manager, step=41)
+    assert seen == ["after"]
+    assert manager.failures == {"Raises": 1}
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "Raises failed in on_step_end at step 41" in record.getMessage()
+    assert "boom" in caplog.text
+
+
+def test_repeated_failures_are_counted_but_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook that fails a thousand times is logged a dozen times."""
+    manager = CallbackManager([Raises(ValueError("again"))])
+    for _ in range(1000):
+        step_end(manager)
+    assert manager.failures == {"Raises": 1000}
+    assert len(caplog.records) == 3 + 8  # 1, 2, 3, then 4, 8, …, 512
+
+
+def test_a_critical_callback_raises() -> None:
+    """What a critical callback raises ends the training."""
+    callback = Raises(RuntimeError("stop here"))
+    callback.critical = True
+    with pytest.raises(RuntimeError, match="stop here"):
+        step_end(CallbackManager([callback]))
+
+
+def test_a_callback_may_be_critical_for_one_event_only() -> None:
+    """A set of events limits what is critical."""
+    callback = Raises(RuntimeError("stop here"))
+    callback.critical = frozenset({"on_train_begin"})
+    manager = CallbackManager([callback])
+    step_end(manager)
+    assert manager.failures == {"Raises": 1}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_interruptions_pass(error: BaseException) -> None:
+    """Ctrl-C and sys.exit are not failures of a callback."""
+    with pytest.raises(type(error)):
+        step_end(CallbackManager([Raises(error)]))
+
+
+def test_a_critical_callback_inside_a_nested_manager_raises() -> None:
+    """A manager inside a manager is no shield for critical callbacks."""
+    callback = Raises(RuntimeError("stop here"))
+    callback.critical = True
+    with pytest.raises(RuntimeError, match="stop here"):
+        step_end(CallbackManager([CallbackManager([callback])]))
+
+
+def test_removed_from_inside_a_hook_is_not_called_any_more() -> None:
+    """Removing takes effect within the running event."""
+    seen: list[str] = []
+    victim = Recorder(seen, "victim")
+    manager = CallbackManager()
+
+    class Remover(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            manager.remove(victim)
+
+    manager.add(Remover())
+    manager.add(victim)
+    step_end(manager)
+    assert seen == []
+    assert victim not in manager.callbacks
+
+
+def test_added_from_inside_a_hook_takes_part_from_the_next_event() -> None:
+    """Adding does not extend the running event, and a callback may remove itself."""
+    seen: list[str] = []
+    manager = CallbackManager()
+
+    class Once(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            manager.add(Recorder(seen, "new"))
+            manager.remove(self)
+
+    manager.add(Once())
+    step_end(manager)
+    assert seen == []
+    step_end(manager)
+    assert seen == ["new"]
+
+
+def test_remove_by_class_and_what_is_not_there() -> None:
+    """A class stands for its instances; an unknown one is an error that names those present."""
+    manager = CallbackManager([Recorder([]), Recorder([])])
+    manager.remove(Recorder)
+    assert manager.callbacks == ()
+    with pytest.raises(ConfigError, match="present: none"):
+        manager.remove(Recorder)
+
+
+def test_add_refuses_what_is_no_callback_and_what_is_in_already() -> None:
+    """Both are mistakes that would stay unnoticed."""
+    recorder = Recorder([])
+    manager = CallbackManager([recorder])
+    with pytest.raises(ConfigError, match="added already"):
+        manager.add(recorder)
+    with pytest.raises(ConfigError, match="no on_… method"):
+        manager.add(object())
+
+
+def test_a_slow_callback_is_warned_about_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Time is kept per callback and event."""
+    clock = Seconds()
+
+    class Slow(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            clock.now += 0.25
+
+    manager = CallbackManager([Slow()], clock=clock)
+    for _ in range(3):
+        step_end(manager)
+    assert len(caplog.records) == 1
+    assert "Slow took 0.25 s in on_step_end" in caplog.text
+    clock.now += 60
+    step_end(manager)
+    assert len(caplog.records) == 2
+    timing = manager.timings["Slow"]["on_step_end"]
+    assert (timing.calls, timing.total_s, timing.max_s) == (4, 1.0, 0.25)
+
+
+def test_a_quick_callback_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """0.1 s is the limit, not beyond it."""
+    clock = Seconds()
+
+    class Quick(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            clock.now += 0.1
+
+    step_end(CallbackManager([Quick()], clock=clock))
+    assert caplog.records == []
+
+
+class Counting(Callback):
+    """Counts steps, in its state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step_end(self, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_states_go_by_name_and_occurrence() -> None:
+    """Two callbacks of one class get back each its own state, after a trip through JSON."""
+    first, second = Counting(), Counting()
+    manager = CallbackManager([first, Recorder([]), second])
+    step_end(manager)
+    manager.remove(first)
+    step_end(manager)
+    manager = CallbackManager([first, second])
+    saved = json.loads(json.dumps(manager.state_dict()))
+    assert saved == {"Counting": {"count": 1}, "Counting#2": {"count": 2}}
+    fresh = CallbackManager([Counting(), Counting()])
+    fresh.load_state_dict(saved)
+    assert [callback.count for callback in fresh.callbacks] == [1, 2]
+
+
+def test_states_without_a_counterpart_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A callback that is gone, and one that is new, are both said."""
+    manager = CallbackManager([Counting()])
+    manager.load_state_dict({"Gone": {"x": 1}})
+    assert "callback Gone that is not in this training" in caplog.text
+    assert "no state of callback Counting" in caplog.text
+
+
+def test_a_callback_whose_state_cannot_be_had_does_not_cost_the_checkpoint() -> None:
+    """It is left out and counted."""
+
+    class Broken(Counting):
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("no state")
+
+    manager = CallbackManager([Broken(), Counting()])
+    assert manager.state_dict() == {"Counting": {"count": 0}}
+    assert manager.failures == {"Broken": 1}
+
+
+def test_a_refused_state_is_an_error_that_names_the_callback() -> None:
+    """A resumed run must not go on with half a state."""
+    with pytest.raises(IncompatibleStateError, match="Counting refused") as caught:
+        CallbackManager([Counting()]).load_state_dict({"Counting": {"total": 1}})
+    assert caught.value.piece == "Counting"  # type: ignore[attr-defined]
+
+
+def test_the_manager_is_one_hugging_face_callback() -> None:
+    """Hosts call hooks by position and keyword, events they added later included, and get the control back."""
+    got: list[Any] = []
+
+    class Both(Callback):
+        def on_log(self, state: TrainerState, logs: Any) -> None:
+            got.append((state.global_step, logs))
+
+        def on_push_begin(self, args: Any, **kwargs: Any) -> None:
+            got.append((args, sorted(kwargs)))
+
+    manager = CallbackManager([Both()])
+    control = TrainerControl()
+    assert manager.on_log("args", TrainerState(global_step=3), control, logs={"loss": 1.0}, model=None) is control
+    assert manager.on_push_begin("args", TrainerState(), control, model=None) is control
+    assert got == [(3, {"loss": 1.0}), ("args", ["control", "model", "state"])]
+
+
+def test_every_event_can_be_called_on_a_plain_callback_and_on_the_manager() -> None:
+    """All are no-ops by default, as is one that does not exist yet."""
+    for event in (*EVENTS, "on_evaluate_end", "on_something_new"):
+        assert getattr(Callback(), event)(None, TrainerState(), TrainerControl(), model=None) is None
+        control = TrainerControl()
+        assert getattr(CallbackManager([Callback()]), event)(args=None, state=None, control=control) is control
+
+
+def test_no_op_hooks_are_not_called() -> None:
+    """What a callback does not override costs nothing and has no time."""
+    manager = CallbackManager([Recorder([])])
+    for event in EVENTS:
+        manager.call(event, control=None)
+    assert list(manager.timings["Recorder"]) == ["on_step_end"]
+
+
+def test_on_evaluate_end_is_on_evaluate() -> None:
+    """Either name is called, once, for the one event."""
+    seen: list[str] = []
+
+    class End(Callback):
+        def on_evaluate_end(self, metrics: Any) -> None:
+            seen.append(f"end {metrics}")
+
+    class Plain(Callback):
+        def on_evaluate(self, metrics: Any) -> None:
+            seen.append(f"plain {metrics}")
+
+    manager = CallbackManager([End(), Plain()])
+    manager.call("on_evaluate", control=None, metrics=1)
+    manager.call("on_evaluate_end", control=None, metrics=2)
+    End().on_evaluate(metrics=3)
+    assert seen == ["end 1", "plain 1", "end 2", "plain 2", "end 3"]
+
+
+def test_a_returned_control_replaces_the_flags() -> None:
+    """Hugging Face's hooks return a control of their own."""
+
+    class Returns:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+            return TrainerControl(should_save=True)
+
+    control = step_end(CallbackManager([Returns()]))
+    assert control.should_save
+    assert not control.should_log
