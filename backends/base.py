@@ -22,7 +22,7 @@ from typing import Any, Literal
 from fsspec.spec import AbstractFileSystem
 
 from ckptmgr.core.checksums import Digests
-from ckptmgr.core.errors import BackendError, ObjectNotFoundError
+from ckptmgr.core.errors import BackendError, ObjectNotFoundError, TransientBackendError
 
 CrcKind = Literal["crc64nvme", "crc64xz"]
 WriteMode = Literal["overwrite", "create"]
@@ -175,15 +175,18 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         All are tried; what could not be removed is named in the one error raised at the end.
 
         Raises:
-            BackendError: of the class of the first failure, with `failed`: a dict from path to error.
+            BackendError: of the class of the first permanent failure, else of the first, with `failed`: a dict from path to error.
         """
+        raise_failed(self._delete_each(paths))
+
+    def _delete_each(self, paths: Sequence[str]) -> dict[str, BackendError]:
         failed: dict[str, BackendError] = {}
         for path in paths:
             try:
                 self.rm_file(path)
             except BackendError as error:
                 failed[path] = error
-        raise_failed(failed)
+        return failed
 
     def rmdir(self, path: str) -> None:
         """Remove the directory at `path` if it is empty. Nothing to do where directories are only prefixes of keys."""
@@ -228,7 +231,8 @@ def raise_failed(failed: dict[str, BackendError]) -> None:
     """Raise one error that stands for all of `failed` (path -> error), if there are any."""
     if not failed:
         return
-    first = next(iter(failed.values()))
+    # A permanent one first: as long as there is one, trying all again cannot succeed.
+    first = min(failed.values(), key=lambda error: isinstance(error, TransientBackendError))
     if len(failed) > 1:
         first.message = f"{len(failed)} objects could not be removed; the first: {first.message}"
     first.__dict__.update(failed=failed)

@@ -78,3 +78,13 @@ def digest_bytes(data: bytes) -> Digests:
 def blake3_hex(data: bytes) -> str:
     """BLAKE3 of `data`, 64 hexadecimal digits."""
     return str(blake3(data).hexdigest())
+
+
+def crc64xz_hex(data: bytes) -> str:
+    """The CRC that OSS keeps, of `data`: 16 hexadecimal digits."""
+    return f"{_crc64xz(data, 0):016x}"
+
+
+def crc64nvme_hex(data: bytes) -> str | None:
+    """The CRC that S3 keeps, of `data`: 16 hexadecimal digits; None without awscrt."""
+    return None if _crc64nvme is None else f"{_crc64nvme(data, 0):016x}"

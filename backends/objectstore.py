@@ -1,0 +1,451 @@
+"""What S3 and OSS have in common: keys, prefixes, parts, and the checks around them. A subclass supplies single requests.
+
+A path is `bucket/key`. A directory is a prefix that some key starts with; a key that ends with a slash (the mark that consoles leave
+for an empty directory) is no file. Every listing asks the store.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmgr.backends.base import Backend, CrcKind, WriteMode, raise_failed
+from ckptmgr.backends.localfile import SourceFile, open_target
+from ckptmgr.backends.parts import (
+    PART_BYTES,
+    Part,
+    PartPlan,
+    Receipt,
+    closing_fd,
+    download_parts,
+    plan_parts,
+    upload_parts,
+)
+from ckptmgr.backends.retry import Retrier
+from ckptmgr.core.checksums import Digests
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    ChecksumMismatchError,
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    PermanentBackendError,
+    SizeMismatchError,
+    TransientBackendError,
+)
+
+DELETE_BATCH = 1000
+_MAX_SINGLE_COPY = 5 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What the store says about one object.
+
+    Attributes:
+        etag: changes with the content; without quotes.
+        size: in bytes; None when the answer did not say.
+        mtime: seconds since 1970 by the store's clock; None when the answer did not say.
+        crc: of the whole object, 16 hexadecimal digits, of the store's kind; None when it keeps none.
+    """
+
+    etag: str
+    size: int | None = None
+    mtime: float | None = None
+    crc: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One answer to a listing: keys with what is known of them, common prefixes, and where to go on (None at the end)."""
+
+    objects: list[tuple[str, Stored]]
+    prefixes: list[str]
+    token: str | None
+
+
+class ObjectStoreBackend(Backend):
+    """Objects by `bucket/key`. No request is made before the first call.
+
+    Args:
+        retrier: tries single parts again; whole calls are `RetryingBackend`'s business.
+        multipart_threshold: files larger than this many bytes go up in parts.
+        part_bytes: bytes per part.
+        workers: parts under way at a time, each in memory when it goes up.
+        page_size: keys per listing request, at most 1000.
+        max_single_copy: objects larger than this many bytes are copied in parts.
+    """
+
+    crc_kind: CrcKind
+
+    def __init__(
+        self,
+        *,
+        retrier: Retrier | None = None,
+        multipart_threshold: int = PART_BYTES,
+        part_bytes: int = PART_BYTES,
+        workers: int = 4,
+        page_size: int = 1000,
+        max_single_copy: int = _MAX_SINGLE_COPY,
+    ) -> None:
+        super().__init__()
+        self._retrier = retrier or Retrier()
+        self._multipart_threshold = multipart_threshold
+        self._part_bytes = part_bytes
+        self._workers = workers
+        self._page_size = page_size
+        self._max_single_copy = max_single_copy
+
+    # -- single requests, each translating its library's errors -----------------------------------------------------
+
+    @abstractmethod
+    def _put(self, path: str, data: bytes, crc: str | None, mode: WriteMode) -> Stored:
+        """Store an object; `crc` goes along, so that the store can refuse what arrived damaged."""
+
+    @abstractmethod
+    def _head_once(self, path: str) -> Stored:
+        """What the store says about an object. A 404 may also mean that there is no bucket: `_head` finds out."""
+
+    @abstractmethod
+    def _read(self, path: str, etag: str | None, first: int, last: int | None) -> Iterator[bytes]:
+        """The bytes `[first, last)` in blocks as they arrive; `last` None is the end.
+
+        Raises:
+            TransientBackendError: the connection broke, or the object's ETag is not `etag` (any more).
+        """
+
+    @abstractmethod
+    def _page(self, bucket: str, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
+        """One page of a listing."""
+
+    @abstractmethod
+    def _delete(self, path: str) -> None:
+        """Remove an object; may raise ObjectNotFoundError when it is gone."""
+
+    @abstractmethod
+    def _delete_batch(self, bucket: str, keys: list[str]) -> dict[str, BackendError]:
+        """Remove up to 1000 objects; what was refused, by path."""
+
+    @abstractmethod
+    def _copy(self, source: str, target: str) -> None:
+        """Copy an object of up to `max_single_copy` bytes."""
+
+    @abstractmethod
+    def _begin(self, path: str, mode: WriteMode) -> str:
+        """Begin a multipart upload; its id."""
+
+    @abstractmethod
+    def _send_part(self, path: str, upload_id: str, part: Part, data: bytes) -> Receipt:
+        """Store one part."""
+
+    @abstractmethod
+    def _copy_part(self, path: str, upload_id: str, part: Part, source: str) -> Receipt:
+        """Store one part out of another object."""
+
+    @abstractmethod
+    def _complete(self, path: str, upload_id: str, receipts: list[Receipt], crc: str | None, mode: WriteMode) -> Stored:
+        """Turn the parts into the object; `crc` is that of the whole."""
+
+    @abstractmethod
+    def _abort(self, path: str, upload_id: str) -> None:
+        """Drop the parts; an unknown id is fine."""
+
+    @abstractmethod
+    def _crc_of(self, data: bytes) -> str | None:
+        """The CRC of the store's kind; None if this machine cannot compute it."""
+
+    @abstractmethod
+    def _crc_in(self, digests: Digests) -> str | None:
+        """That CRC among digests."""
+
+    # -- writes -------------------------------------------------------------------------------------------------------
+
+    def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
+        path = self._strip_protocol(path)
+        crc = self._crc_of(value)
+        self._confirm(path, len(value), crc, self._put(path, value, crc, mode))
+
+    def put_file(
+        self,
+        lpath: str,
+        rpath: str,
+        callback: Any = None,
+        mode: WriteMode = "overwrite",
+        *,
+        expected: Digests | None = None,
+        **kwargs: Any,
+    ) -> None:
+        rpath = self._strip_protocol(rpath)
+        progress = callback.relative_update if callback is not None else None
+        with SourceFile(lpath, expected) as source:
+            if source.size > self._multipart_threshold:
+                upload_parts(
+                    source,
+                    plan_parts(source.size, self._part_bytes),
+                    _Upload(self, rpath, mode),
+                    what=self._url(rpath),
+                    retrier=self._retrier,
+                    workers=self._workers,
+                    progress=progress,
+                )
+                return
+            data = source.digest_at(0, source.size)
+            crc = self._crc_in(source.finish())
+        self._confirm(rpath, len(data), crc, self._put(rpath, data, crc, mode))
+        if progress is not None:
+            progress(len(data))
+
+    def _confirm(self, path: str, size: int, crc: str | None, answer: Stored) -> None:
+        """Check that the store holds what was sent; damaged bytes are removed."""
+        stored = answer
+        if crc is None or answer.crc is None:
+            stored = self._head(path)
+            if answer.etag and stored.etag != answer.etag:
+                # Somebody has overwritten it meanwhile, as one may with a tag. Theirs is not ours to judge, even less to remove.
+                return
+        if stored.size is not None and stored.size != size:
+            self.rm_file(path)
+            text = f"{self._url(path)} has {stored.size} bytes after {size} were sent"
+            raise SizeMismatchError(text, expected=size, actual=stored.size, key=path)
+        if crc is not None and stored.crc is not None and stored.crc != crc:
+            self.rm_file(path)
+            text = f"{self._url(path)} was stored with {self.crc_kind} {stored.crc} instead of {crc}"
+            raise ChecksumMismatchError(text, expected=crc, actual=stored.crc, key=path)
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        source, target = self._strip_protocol(path1), self._strip_protocol(path2)
+        size = self._head(source).size or 0
+        if size <= self._max_single_copy:
+            self._copy(source, target)
+            return
+        upload_id = self._begin(target, "overwrite")
+        try:
+            receipts = [self._copy_part(target, upload_id, part, source) for part in plan_parts(size, self._part_bytes)]
+            self._complete(target, upload_id, receipts, None, "overwrite")
+        except BaseException:
+            self._abort(target, upload_id)
+            raise
+
+    def rm_file(self, path: str) -> None:
+        try:
+            self._delete(self._strip_protocol(path))
+        except ObjectNotFoundError:
+            return
+
+    def rm_files(self, paths: Sequence[str]) -> None:
+        by_bucket: dict[str, list[str]] = {}
+        for path in paths:
+            bucket, key = split(self._strip_protocol(path))
+            by_bucket.setdefault(bucket, []).append(key)
+        failed: dict[str, BackendError] = {}
+        for bucket, keys in by_bucket.items():
+            for first in range(0, len(keys), DELETE_BATCH):
+                failed.update(self._delete_batch(bucket, keys[first : first + DELETE_BATCH]))
+        raise_failed(failed)
+
+    # -- reads --------------------------------------------------------------------------------------------------------
+
+    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+        rpath = self._strip_protocol(rpath)
+        head = self._head(rpath)
+        plan = PartPlan(size=head.size or 0, part_bytes=self._part_bytes)
+
+        def fetch(offset: int, length: int, sink: Callable[[bytes], None]) -> None:
+            # With the ETag: parts of two versions of an object must not end up in one file.
+            moved = 0
+            for block in self._read(rpath, head.etag, offset, offset + length):
+                moved += len(block)
+                if moved > length:
+                    break
+                sink(block)
+            if moved != length:
+                text = f"{self._url(rpath)} answered {moved} bytes instead of {length} from {offset}"
+                raise TransientBackendError(text, backend=self.kind, operation="get_file", key=rpath)
+
+        with closing_fd(open_target(lpath)) as fd:
+            download_parts(
+                fetch,
+                plan,
+                fd,
+                what=self._url(rpath),
+                retrier=self._retrier,
+                workers=self._workers,
+                progress=callback.relative_update if callback is not None else None,
+            )
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        path = self._strip_protocol(path)
+        if start is None and end is None:
+            return b"".join(self._read(path, None, 0, None))
+        head = self._head(path)
+        first, last, _ = slice(start, end).indices(head.size or 0)
+        return b"" if last <= first else b"".join(self._read(path, head.etag, first, last))
+
+    def stored_crc(self, path: str) -> tuple[CrcKind, str] | None:
+        crc = self._head(self._strip_protocol(path)).crc
+        return None if crc is None else (self.crc_kind, crc)
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        bucket, _, key = path.partition("/")
+        if key:
+            try:
+                return _file(path, self._head_once_coded(path))
+            except ObjectNotFoundError:
+                pass
+        page = self._page(bucket, f"{key}/" if key else "", "", None, 1)
+        if key and not page.objects and not page.prefixes:
+            raise self.not_found("info", path)
+        return _directory(path)
+
+    def _head(self, path: str) -> Stored:
+        try:
+            return self._head_once_coded(path)
+        except ObjectNotFoundError:
+            # The answer to a HEAD has no body: it does not tell a missing key from a missing bucket. A listing does.
+            self._probe(path)
+            raise
+
+    def _head_once_coded(self, path: str) -> Stored:
+        """As `_head_once`, with the store's own words for a refusal, which the bodiless answer to a HEAD lacks."""
+        split(path)
+        try:
+            return self._head_once(path)
+        except ObjectNotFoundError:
+            raise
+        except (AccessDeniedError, PermanentBackendError) as error:
+            if getattr(error, "code", ""):
+                raise
+            self._probe(path)
+            return self._head_once(path)
+
+    def _probe(self, path: str) -> None:
+        bucket, _, key = path.partition("/")
+        self._page(bucket, key, "", None, 1)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        records = sorted(self._list(path, "/"), key=lambda record: str(record["name"]))
+        if not records and "/" in path:
+            record = self.info(path)
+            # A directory that holds only its own mark has no entries.
+            records = [record] if record["type"] == "file" else []
+        return records if detail else [record["name"] for record in records]
+
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> list[str] | dict[str, dict[str, Any]]:
+        path = self._strip_protocol(path)
+        # One level needs one level's keys only: a run's manifests, not all of its data.
+        records = self._list(path, "/" if maxdepth == 1 else "")
+        found = {str(record["name"]): record for record in _within(records, path, maxdepth, withdirs)}
+        names = sorted(found)
+        return {name: found[name] for name in names} if detail else names
+
+    def _list(self, path: str, delimiter: str) -> Iterator[dict[str, Any]]:
+        """Every entry below `path`; with a delimiter only those of the next level."""
+        bucket, _, key = path.partition("/")
+        prefix = f"{key}/" if key else ""
+        token = None
+        while True:
+            page = self._page(bucket, prefix, delimiter, token, self._page_size)
+            for name, stored in page.objects:
+                if not name.endswith("/"):
+                    yield _file(f"{bucket}/{name}", stored)
+            for name in page.prefixes:
+                yield _directory(f"{bucket}/{name.rstrip('/')}")
+            token = page.token
+            if token is None:
+                return
+
+    def _url(self, path: str) -> str:
+        return f"{self.kind}://{path}"
+
+    def not_found(self, operation: str, path: str) -> ObjectNotFoundError:
+        """The error for a key that the store said it does not have."""
+        return ObjectNotFoundError(f"no object {self._url(path)}", backend=self.kind, operation=operation, key=path)
+
+
+class _Upload:
+    """The `PartSender` of one key."""
+
+    def __init__(self, backend: ObjectStoreBackend, path: str, mode: WriteMode) -> None:
+        self._backend = backend
+        self._path = path
+        self._mode: WriteMode = mode
+
+    def begin(self) -> str:
+        return self._backend._begin(self._path, self._mode)
+
+    def send(self, upload_id: str, part: Part, data: bytes) -> Receipt:
+        return self._backend._send_part(self._path, upload_id, part, data)
+
+    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
+        backend, path = self._backend, self._path
+        crc = backend._crc_in(digests)
+        tries = 0
+
+        def complete() -> Stored:
+            nonlocal tries
+            tries += 1
+            try:
+                return backend._complete(path, upload_id, receipts, crc, self._mode)
+            except BackendError as error:
+                gone = isinstance(error, ObjectExistsError) or getattr(error, "code", "") == "NoSuchUpload"
+                # An earlier try was applied and its answer lost: the upload has become the object, which now refuses us.
+                if tries > 1 and gone and self._is_stored(digests.size, crc):
+                    return Stored(etag="")
+                raise
+
+        answer = backend._retrier(f"complete {backend._url(path)}", complete)
+        backend._confirm(path, digests.size, crc, answer)
+
+    def _is_stored(self, size: int, crc: str | None) -> bool:
+        try:
+            stored = self._backend._head(self._path)
+        except ObjectNotFoundError:
+            return False
+        return stored.size == size and crc is not None and stored.crc == crc
+
+    def abort(self, upload_id: str) -> None:
+        self._backend._abort(self._path, upload_id)
+
+
+def split(path: str) -> tuple[str, str]:
+    """Bucket and key of a path that must name an object."""
+    bucket, _, key = path.partition("/")
+    if not bucket or not key:
+        raise ConfigError(f"{path!r} names no object", hint="a key follows the bucket")
+    return bucket, key
+
+
+def _file(path: str, stored: Stored) -> dict[str, Any]:
+    record = {"name": path, "size": stored.size or 0, "type": "file", "etag": stored.etag}
+    if stored.mtime is not None:
+        record["mtime"] = stored.mtime
+    return record
+
+
+def _directory(path: str) -> dict[str, Any]:
+    return {"name": path, "size": 0, "type": "directory"}
+
+
+def _within(
+    records: Iterator[dict[str, Any]], root: str, maxdepth: int | None, withdirs: bool
+) -> Iterator[dict[str, Any]]:
+    """The files of a listing down to `maxdepth`, and with `withdirs` the directories that their keys imply."""
+    seen: set[str] = set()
+    for record in records:
+        parts = str(record["name"])[len(root) + 1 :].split("/")
+        if record["type"] == "file" and (maxdepth is None or len(parts) <= maxdepth):
+            yield record
+        if withdirs:
+            deepest = len(parts) if record["type"] == "directory" else len(parts) - 1
+            for depth in range(1, min(deepest, maxdepth or deepest) + 1):
+                name = "/".join([root, *parts[:depth]])
+                if name not in seen:
+                    seen.add(name)
+                    yield _directory(name)

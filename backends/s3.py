@@ -1,0 +1,200 @@
+"""S3 and what speaks it (R2, MinIO, Ceph, SeaweedFS, …), over boto3.
+
+The endpoint, region and credentials are the AWS ecosystem's own: `AWS_ENDPOINT_URL`, `AWS_PROFILE`, `~/.aws/config`, instance roles.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+from ckptmgr.backends.base import Capabilities, WriteMode
+from ckptmgr.backends.objectstore import ObjectStoreBackend, Page, Stored, split
+from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.s3client import S3Client
+from ckptmgr.backends.s3errors import classify, s3_errors
+from ckptmgr.core.checksums import Digests, crc64nvme_hex
+from ckptmgr.core.errors import BackendError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
+
+_READ_BYTES = 1 << 20
+_NO_BATCH_DELETE = {"NotImplemented", "MissingContentMD5", "MethodNotAllowed"}
+
+
+class S3Backend(ObjectStoreBackend):
+    """Objects in S3 buckets. Create-only is `If-None-Match: *`; the kept CRC is a full-object CRC64NVME.
+
+    Args:
+        client_config: botocore `Config` options that go over ours.
+        options: those of `ObjectStoreBackend`; S3 takes no part smaller than 5 MiB, except the last.
+
+    Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+    """
+
+    protocol = ("s3", "s3a")
+    kind = "s3"
+    crc_kind = "crc64nvme"
+
+    def __init__(self, *, client_config: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._s3 = S3Client(client_config)
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        return Capabilities(create_only=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme")
+
+    def _crc_of(self, data: bytes) -> str | None:
+        return crc64nvme_hex(data)
+
+    def _crc_in(self, digests: Digests) -> str | None:
+        return digests.crc64nvme
+
+    def _put(self, path: str, data: bytes, crc: str | None, mode: WriteMode) -> Stored:
+        bucket, key = split(path)
+        arguments = {"Bucket": bucket, "Key": key, "Body": data, **_condition(mode)}
+        return _stored(self._s3.checked_request("put_object", path, _crc_header(crc), **arguments))
+
+    def _head_once(self, path: str) -> Stored:
+        bucket, key = split(path)
+        return _stored(self._s3.request("head_object", path, Bucket=bucket, Key=key, ChecksumMode="ENABLED"))
+
+    def _read(self, path: str, etag: str | None, first: int, last: int | None) -> Iterator[bytes]:
+        bucket, key = split(path)
+        arguments = {"Bucket": bucket, "Key": key}
+        if last is not None:
+            arguments["Range"] = f"bytes={first}-{last - 1}"
+        if etag is not None:
+            arguments["IfMatch"] = f'"{etag}"'
+        try:
+            body = self._s3.request("get_object", path, **arguments)["Body"]
+        except ObjectExistsError as error:
+            text = f"s3://{path} was replaced while it was read"
+            raise TransientBackendError(text, backend="s3", operation="get_object", key=path) from error
+        try:
+            while True:
+                # Only the read: what the consumer of a block does wrong is not the store's fault.
+                with s3_errors("get_object", path, self._s3.endpoint):
+                    block = body.read(_READ_BYTES)
+                if not block:
+                    return
+                yield block
+        finally:
+            body.close()
+
+    def _page(self, bucket: str, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
+        arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": limit}
+        if token is not None:
+            arguments["ContinuationToken"] = token
+        answer = self._s3.request("list_objects_v2", f"{bucket}/{prefix}", **arguments)
+        return Page(
+            objects=[(entry["Key"], _listed(entry)) for entry in answer.get("Contents", [])],
+            prefixes=[entry["Prefix"] for entry in answer.get("CommonPrefixes", [])],
+            token=answer["NextContinuationToken"] if answer.get("IsTruncated") else None,
+        )
+
+    def _delete(self, path: str) -> None:
+        bucket, key = split(path)
+        self._s3.request("delete_object", path, Bucket=bucket, Key=key)
+
+    def _delete_batch(self, bucket: str, keys: list[str]) -> dict[str, BackendError]:
+        delete = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        try:
+            answer = self._s3.request("delete_objects", f"{bucket}/{keys[0]}", Bucket=bucket, Delete=delete)
+        except BackendError as error:
+            if getattr(error, "code", "") not in _NO_BATCH_DELETE:
+                raise
+            return self._delete_each([f"{bucket}/{key}" for key in keys])
+        # A batch is answered with success although some of its keys were refused.
+        failed = {}
+        for entry in answer.get("Errors", []):
+            code, path = entry.get("Code", ""), f"{bucket}/{entry.get('Key', '')}"
+            kind, hint = classify(code, 0)
+            if kind is not ObjectNotFoundError:
+                text = f"delete s3://{path}: {code}: {entry.get('Message', '')}"
+                facts = {"backend": "s3", "operation": "delete_objects", "key": path, "code": code}
+                failed[path] = kind(text, hint=hint, **facts)
+        return failed
+
+    def _copy(self, source: str, target: str) -> None:
+        bucket, key = split(target)
+        arguments = {"Bucket": bucket, "Key": key, "CopySource": _source(source)}
+        self._s3.checked_request("copy_object", target, {"ChecksumAlgorithm": "CRC64NVME"}, **arguments)
+
+    def _begin(self, path: str, mode: WriteMode) -> str:
+        bucket, key = split(path)
+        checksums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+        answer = self._s3.checked_request("create_multipart_upload", path, checksums, Bucket=bucket, Key=key)
+        return str(answer["UploadId"])
+
+    def _send_part(self, path: str, upload_id: str, part: Part, data: bytes) -> Receipt:
+        bucket, key = split(path)
+        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": part.number, "Body": data}
+        answer = self._s3.checked_request("upload_part", path, _crc_header(crc64nvme_hex(data)), **arguments)
+        return Receipt(number=part.number, etag=answer["ETag"], crc=answer.get("ChecksumCRC64NVME"))
+
+    def _copy_part(self, path: str, upload_id: str, part: Part, source: str) -> Receipt:
+        bucket, key = split(path)
+        answer = self._s3.request(
+            "upload_part_copy",
+            path,
+            Bucket=bucket,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=part.number,
+            CopySource=_source(source),
+            CopySourceRange=f"bytes={part.offset}-{part.offset + part.length - 1}",
+        )["CopyPartResult"]
+        return Receipt(number=part.number, etag=answer["ETag"], crc=answer.get("ChecksumCRC64NVME"))
+
+    def _complete(self, path: str, upload_id: str, receipts: list[Receipt], crc: str | None, mode: WriteMode) -> Stored:
+        bucket, key = split(path)
+        checksums = {**_crc_header(crc), "ChecksumType": "FULL_OBJECT"} if crc else {}
+        parts = {"Parts": [_part_record(receipt) for receipt in receipts]}
+        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "MultipartUpload": parts, **_condition(mode)}
+        return _stored(self._s3.checked_request("complete_multipart_upload", path, checksums, **arguments))
+
+    def _abort(self, path: str, upload_id: str) -> None:
+        bucket, key = split(path)
+        try:
+            self._s3.request("abort_multipart_upload", path, Bucket=bucket, Key=key, UploadId=upload_id)
+        except BackendError as error:
+            if getattr(error, "code", "") != "NoSuchUpload":
+                raise
+
+
+def _condition(mode: WriteMode) -> dict[str, str]:
+    return {"IfNoneMatch": "*"} if mode == "create" else {}
+
+
+def _crc_header(crc: str | None) -> dict[str, str]:
+    return {} if crc is None else {"ChecksumCRC64NVME": base64.b64encode(bytes.fromhex(crc)).decode()}
+
+
+def _source(path: str) -> dict[str, str]:
+    bucket, key = split(path)
+    return {"Bucket": bucket, "Key": key}
+
+
+def _part_record(receipt: Receipt) -> dict[str, Any]:
+    record: dict[str, Any] = {"PartNumber": receipt.number, "ETag": receipt.etag}
+    if receipt.crc:
+        record["ChecksumCRC64NVME"] = receipt.crc
+    return record
+
+
+def _stored(answer: dict[str, Any]) -> Stored:
+    modified = answer.get("LastModified")
+    crc = answer.get("ChecksumCRC64NVME")
+    # A composite checksum, of the parts' checksums, says nothing about the bytes of the whole.
+    whole = crc if crc and answer.get("ChecksumType") != "COMPOSITE" else None
+    return Stored(
+        etag=str(answer.get("ETag", "")).strip('"'),
+        size=answer.get("ContentLength"),
+        mtime=None if modified is None else modified.timestamp(),
+        crc=None if whole is None else base64.b64decode(whole).hex(),
+    )
+
+
+def _listed(entry: dict[str, Any]) -> Stored:
+    modified = entry["LastModified"]
+    return Stored(etag=entry["ETag"].strip('"'), size=entry["Size"], mtime=modified.timestamp())

@@ -1,0 +1,137 @@
+"""The boto3 client behind `s3.py`: one per process, single tries, renewed when its credentials have expired."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.exceptions
+from botocore.config import Config
+
+from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
+from ckptmgr.core.errors import BackendError, ConfigError
+
+# What stores say to checksum headers that they do not know. Google's interop signs them and then finds its own signature wrong.
+_NO_CHECKSUMS = {
+    "InvalidArgument",
+    "InvalidRequest",
+    "NotImplemented",
+    "SignatureDoesNotMatch",
+    "XAmzContentSHA256Mismatch",
+}
+
+
+class S3Client:
+    """Single requests, with botocore's errors translated. Safe from any thread.
+
+    botocore's own retries are off. A retry inside botocore would turn a conditional write that was made, but whose answer was lost, into
+    a refusal without anybody knowing that there had been a second try.
+
+    Args:
+        overrides: botocore `Config` options that go over ours.
+
+    Attributes:
+        takes_crc: whether the store takes checksum headers; None until it was seen to do or to refuse it.
+    """
+
+    def __init__(self, overrides: dict[str, Any] | None = None) -> None:
+        self._overrides = overrides or {}
+        self._clients: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self.takes_crc: bool | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go."""
+        return str(self._client().meta.endpoint_url)
+
+    def request(self, operation: str, path: str, /, **arguments: Any) -> dict[str, Any]:
+        """One request; `operation` is a method of boto3's client, `path` is for messages."""
+        client = self._client()
+        with s3_errors(operation, path, client.meta.endpoint_url):
+            try:
+                return dict(getattr(client, operation)(**arguments))
+            except botocore.exceptions.ClientError as error:
+                if code_of(error) not in EXPIRED:
+                    raise
+                # Session credentials come from files and variables that somebody may have renewed by now.
+                self._forget(client)
+            return dict(getattr(self._client(), operation)(**arguments))
+
+    def checked_request(
+        self, operation: str, path: str, checksums: dict[str, Any], /, **arguments: Any
+    ) -> dict[str, Any]:
+        """As `request`, with checksum headers; they are left out from the moment the store is seen not to know them."""
+        if self.takes_crc is False or not checksums:
+            return self.request(operation, path, **arguments)
+        try:
+            answer = self.request(operation, path, **arguments, **checksums)
+        except BackendError as error:
+            if self.takes_crc or getattr(error, "code", "") not in _NO_CHECKSUMS:
+                raise
+            answer = self.request(operation, path, **arguments)
+            self.takes_crc = False
+            return answer
+        self.takes_crc = True
+        return answer
+
+    def _client(self) -> Any:
+        # By process: a forked child must not share its parent's sockets.
+        pid = os.getpid()
+        client = self._clients.get(pid)
+        if client is None:
+            with self._lock:
+                client = self._clients.get(pid)
+                if client is None:
+                    client = self._clients[pid] = _make_client(self._overrides)
+        return client
+
+    def _forget(self, client: Any) -> None:
+        with self._lock, contextlib.suppress(KeyError):
+            if self._clients[os.getpid()] is client:
+                del self._clients[os.getpid()]
+
+
+def _make_client(overrides: dict[str, Any]) -> Any:
+    options: dict[str, Any] = {
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "max_pool_connections": 32,
+        "tcp_keepalive": True,
+        # Our own checksums go along as headers; botocore's would be trailers, which several stores refuse.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": "ckptmgr",
+        **overrides,
+    }
+    try:
+        with s3_errors("open", "", "the configured endpoint"):
+            session = boto3.session.Session()
+            client = session.client("s3", config=Config(**options))
+            style = addressing_style(client.meta.endpoint_url)
+            if style is not None and "s3" not in overrides:
+                client = session.client("s3", config=Config(**options, s3={"addressing_style": style}))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
+    return client
+
+
+def addressing_style(endpoint: str) -> str | None:
+    """How buckets are named at this endpoint; None leaves it to botocore and the user's own configuration."""
+    host = urlsplit(endpoint).hostname or ""
+    # OSS's S3 interface knows buckets only as host names.
+    if host.endswith(".aliyuncs.com"):
+        return "virtual"
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return "path"
