@@ -41,6 +41,10 @@ DELETE_BATCH = 1000
 _MAX_SINGLE_COPY = 5 << 30
 
 
+class DamagedInTransitError(ChecksumMismatchError, TransientBackendError):
+    """The store received other bytes than were sent, and they were removed again: sending once more is safe and likely to help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """What the store says about one object.
@@ -213,7 +217,8 @@ class ObjectStoreBackend(Backend):
         if crc is not None and stored.crc is not None and stored.crc != crc:
             self.rm_file(path)
             text = f"{self._url(path)} was stored with {self.crc_kind} {stored.crc} instead of {crc}"
-            raise ChecksumMismatchError(text, expected=crc, actual=stored.crc, key=path)
+            facts = {"backend": self.kind, "operation": "write", "key": path}
+            raise DamagedInTransitError(text, expected=crc, actual=stored.crc, **facts)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         source, target = self._strip_protocol(path1), self._strip_protocol(path2)

@@ -1,0 +1,153 @@
+"""What OSS's, oss2's and the network's errors mean; the one table.
+
+Source: https://www.alibabacloud.com/help/en/oss/support/http-status-code-and-error-code
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import oss2.exceptions as ox  # type: ignore[import-untyped, unused-ignore]
+import requests
+import urllib3.exceptions
+
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    BackendTimeoutError,
+    BucketNotFoundError,
+    CkptmgrError,
+    ConfigError,
+    DiskFullError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    PermanentBackendError,
+    ThrottledError,
+    TransientBackendError,
+)
+
+_Kind = type[BackendError]
+_KEYS_HINT = "check OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET"
+_EXPIRED_HINT = "renew the STS credentials (OSS_SESSION_TOKEN)"
+_CLOCK_HINT = "set this machine's clock (NTP)"
+_ENDPOINT_HINT = "set OSS_ENDPOINT and OSS_REGION to the bucket's region"
+
+# code -> class, hint
+_CODES: dict[str, tuple[_Kind, str]] = {
+    "NoSuchBucket": (BucketNotFoundError, "create the bucket or correct the URL"),
+    "NoSuchKey": (ObjectNotFoundError, ""),
+    "FileAlreadyExists": (ObjectExistsError, ""),
+    "PreconditionFailed": (ObjectExistsError, ""),
+    # The upload was completed by an earlier try whose answer was lost, or aborted by a lifecycle rule: begin again.
+    "NoSuchUpload": (TransientBackendError, ""),
+    # Damaged on the way and refused by the store.
+    "InvalidDigest": (TransientBackendError, ""),
+    "IncompleteBody": (TransientBackendError, ""),
+    "AccessDenied": (AccessDeniedError, "check the permissions of these credentials on the bucket"),
+    "UserDisable": (AccessDeniedError, "check the account: it may be in arrears"),
+    "InvalidAccessKeyId": (AccessDeniedError, _KEYS_HINT),
+    "SignatureDoesNotMatch": (AccessDeniedError, _KEYS_HINT),
+    "InvalidSecurityToken": (AccessDeniedError, _EXPIRED_HINT),
+    "SecurityTokenExpired": (AccessDeniedError, _EXPIRED_HINT),
+    "FileImmutable": (AccessDeniedError, "the bucket's retention policy forbids changing this object"),
+    "RequestTimeTooSkewed": (PermanentBackendError, _CLOCK_HINT),
+    "InvalidBucketName": (PermanentBackendError, "correct the bucket's name in the URL"),
+    "InvalidObjectState": (PermanentBackendError, "the object is archived: restore it first"),
+    "QpsLimitExceeded": (ThrottledError, ""),
+    "TotalQpsLimitExceeded": (ThrottledError, ""),
+    "ServiceUnavailable": (ThrottledError, ""),
+    "DownloadTrafficRateLimitExceeded": (ThrottledError, ""),
+    "UploadTrafficRateLimitExceeded": (ThrottledError, ""),
+    "RequestTimeout": (BackendTimeoutError, ""),
+    "InternalError": (TransientBackendError, ""),
+    "QuotaExceeded": (DiskFullError, "raise the bucket's quota or prune"),
+}
+
+# status -> class, hint; for codes that are not in the table.
+_STATUSES: dict[int, tuple[_Kind, str]] = {
+    301: (PermanentBackendError, _ENDPOINT_HINT),
+    401: (AccessDeniedError, _KEYS_HINT),
+    403: (AccessDeniedError, "check the credentials and their permissions on the bucket"),
+    404: (ObjectNotFoundError, ""),
+    408: (BackendTimeoutError, ""),
+    412: (ObjectExistsError, ""),
+    429: (ThrottledError, ""),
+    503: (ThrottledError, ""),
+}
+
+
+@contextlib.contextmanager
+def oss_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
+    """Raise any error of oss2 or the network in the body as one of ours; ours pass."""
+    try:
+        yield
+    except CkptmgrError:
+        raise
+    except (ox.OssError, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+        raise translate(error, operation, path, endpoint) from error
+
+
+def classify(code: str, status: int) -> tuple[_Kind, str]:
+    """The class of ours, and the hint, for an answer of OSS."""
+    if code in _CODES:
+        return _CODES[code]
+    if status in _STATUSES:
+        return _STATUSES[status]
+    return (TransientBackendError if status >= 500 and status != 501 else PermanentBackendError), ""
+
+
+def translate(error: Exception, operation: str, path: str, endpoint: str) -> CkptmgrError:
+    """The error of ours that stands for `error`, met by `operation` on `path` at `endpoint`."""
+    facts: dict[str, Any] = {"backend": "oss", "operation": operation, "key": path}
+    what = f"cannot {operation} oss://{path}"
+    if isinstance(error, ox.RequestError):
+        # oss2 wraps the errors of requests here, but not those met while a body is read.
+        error = error.exception
+    if isinstance(error, ox.ServerError):
+        return _from_answer(error, what, facts)
+    if isinstance(error, ox.ClientError):
+        return ConfigError(f"{what}: {error.body}", hint="check OSS_ENDPOINT and the URL")
+    if isinstance(error, ox.OssError):
+        return TransientBackendError(f"{what}: {type(error).__name__}: {error.body}", **facts)
+    if isinstance(error, requests.exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        hint = "point REQUESTS_CA_BUNDLE at the certificate of its authority"
+        return PermanentBackendError(f"{what}: the certificate of {endpoint} is not trusted", hint=hint, **facts)
+    if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
+        return ConfigError(f"{what}: {error}", hint="check OSS_ENDPOINT")
+    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError):
+        return BackendTimeoutError(f"{what}: no answer from {endpoint} in time", **facts)
+    if _never_connected(error):
+        return TransientBackendError(
+            f"{what}: cannot connect to {endpoint}", hint="check OSS_ENDPOINT and the network", **facts
+        )
+    return BackendTimeoutError(f"{what}: the connection to {endpoint} broke: {error}", **facts)
+
+
+def _never_connected(error: Exception) -> bool:
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    return isinstance(error, requests.exceptions.ConnectionError) and isinstance(
+        reason, urllib3.exceptions.NewConnectionError
+    )
+
+
+def _from_answer(error: Any, what: str, facts: dict[str, Any]) -> BackendError:
+    kind, hint = classify(error.code, error.status)
+    if kind is ObjectNotFoundError:
+        text = f"no object oss://{facts['key']}"
+    elif kind is ObjectExistsError:
+        text = f"oss://{facts['key']} exists already"
+    else:
+        text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
+    if kind is ThrottledError:
+        facts["retry_after_s"] = _retry_after(error.headers)
+    # Support asks for the request id first.
+    return kind(text, hint=hint, code=error.code, status=error.status, request_id=error.request_id, **facts)
+
+
+def _retry_after(headers: Any) -> float | None:
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return None
