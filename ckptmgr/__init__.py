@@ -1,0 +1,79 @@
+"""ckptmgr: checkpoints and artifacts of PyTorch training, saved locally, uploaded on the side, resumed by one command.
+
+    from ckptmgr import CheckpointManager, EveryNSteps, Best
+
+Names are loaded when they are first used: `import ckptmgr` imports neither torch nor a cloud library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptmgr.core.errors import CkptmgrError
+    from ckptmgr.core.policies import AnyOf, Best, EpochEnded, Evaluated, EveryNEpochs, EveryNSteps, StepEnded, Worst
+    from ckptmgr.core.retention import KeepBest, KeepEveryNSteps, KeepLast, KeepWithin, KeepWorst
+    from ckptmgr.trainer import Trainer, TrainingArguments
+    from ckptmgr.training.manager import CheckpointManager
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ckptmgr.core.errors": ("CkptmgrError",),
+    "ckptmgr.core.policies": (
+        "AnyOf",
+        "Best",
+        "EpochEnded",
+        "Evaluated",
+        "EveryNEpochs",
+        "EveryNSteps",
+        "StepEnded",
+        "Worst",
+    ),
+    "ckptmgr.core.retention": ("KeepBest", "KeepEveryNSteps", "KeepLast", "KeepWithin", "KeepWorst"),
+    "ckptmgr.trainer": ("Trainer", "TrainingArguments"),
+    "ckptmgr.training.manager": ("CheckpointManager",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AnyOf",
+    "Best",
+    "CheckpointManager",
+    "CkptmgrError",
+    "EpochEnded",
+    "Evaluated",
+    "EveryNEpochs",
+    "EveryNSteps",
+    "KeepBest",
+    "KeepEveryNSteps",
+    "KeepLast",
+    "KeepWithin",
+    "KeepWorst",
+    "StepEnded",
+    "Trainer",
+    "TrainingArguments",
+    "Worst",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptmgr' has no attribute {name!r}")
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from ckptmgr.core.errors import MissingExtraError
+
+        raise MissingExtraError(
+            f"ckptmgr.{name} needs PyTorch, which is not installed", hint="pip install 'ckptmgr[torch]'", extra="torch"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

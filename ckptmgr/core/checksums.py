@@ -11,16 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
 
 import fastcrc
 from blake3 import blake3
 
-try:
-    from awscrt.checksums import crc64nvme as _crc64nvme
-except ImportError:
-    _crc64nvme = None
-
+_Crc: TypeAlias = Callable[[bytes | bytearray, int], int]
 _crc64xz: Callable[[bytes | memoryview, int], int] = fastcrc.crc64.xz
+
+
+@cache
+def _crc64nvme() -> _Crc | None:
+    """awscrt's CRC64NVME; None without awscrt. Imported at the first use: it costs as much start-up time as fsspec does."""
+    try:
+        from awscrt.checksums import crc64nvme
+    except ImportError:
+        return None
+    return crc64nvme  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,7 @@ class Digester:
         self._blake3 = blake3()
         self._crc64xz = 0
         self._crc64nvme = 0
+        self._nvme = _crc64nvme()
         self._size = 0
 
     def update(self, block: bytes | bytearray | memoryview) -> None:
@@ -54,8 +63,8 @@ class Digester:
         self._blake3.update(block)
         # fastcrc takes bytes only; a memoryview is copied once, at memory speed.
         self._crc64xz = _crc64xz(block if isinstance(block, bytes) else bytes(block), self._crc64xz)
-        if _crc64nvme is not None:
-            self._crc64nvme = _crc64nvme(bytes(block) if isinstance(block, memoryview) else block, self._crc64nvme)
+        if self._nvme is not None:
+            self._crc64nvme = self._nvme(bytes(block) if isinstance(block, memoryview) else block, self._crc64nvme)
         self._size += len(block)
 
     def digests(self) -> Digests:
@@ -64,7 +73,7 @@ class Digester:
             size=self._size,
             blake3=self._blake3.hexdigest(),
             crc64xz=f"{self._crc64xz:016x}",
-            crc64nvme=None if _crc64nvme is None else f"{self._crc64nvme:016x}",
+            crc64nvme=None if self._nvme is None else f"{self._crc64nvme:016x}",
         )
 
 

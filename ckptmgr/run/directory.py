@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -188,10 +189,14 @@ class RunDirectory:
         found = self.fs.find(self.path(prefix))
         return sorted(name[len(self.root) + 1 :] for name in found)
 
-    def delete_data(self, stem: Stem) -> None:
-        """Remove whatever lies under `stem`'s data prefix; the caller has seen to it that no manifest names it."""
-        for key in self.keys(layout.data_prefix(stem)):
-            self.fs.rm_file(self.path(key))
+    def remove_empty_folders(self, stem: Stem) -> None:
+        """On a local disk, remove the folders that the removed files of `stem` lay in; buckets have none. One in use stays."""
+        if not self.fs.capabilities.is_local:
+            return
+        top = self.path(layout.data_prefix(stem))
+        for folder, _, _ in os.walk(top, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
     # --- looking ----------------------------------------------------------------------------------------------------------
 
@@ -384,3 +389,19 @@ def same_run(local: RunDirectory, remote: RunDirectory) -> None:
             f"{local.root} is the local tier of run {local.uuid}, but {remote.url} is run {remote.uuid}",
             hint="give another local directory, or another run name",
         )
+
+
+def holds_anything(url: str) -> bool:
+    """Whether the store has any key at or below `url`.
+
+    Raises:
+        BackendError: could not look (I7).
+    """
+    from ckptmgr.backends.registry import open_store
+
+    fs, root = open_store(url)
+    try:
+        info = fs.info(root)
+    except ObjectNotFoundError:
+        return False
+    return info["type"] == "file" or bool(fs.ls(root, detail=False))

@@ -17,6 +17,7 @@ from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import utc_now, utc_stamp
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import damage_of
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def prune(
                 continue
             tick(verdict)
             drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))
+            run.remove_empty_folders(stem)
             deleted.append(verdict)
     return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
 
@@ -131,6 +133,7 @@ def _finish_interrupted(run: RunDirectory, history: History) -> tuple[Stem, ...]
     for stem, record in sorted(history.closed.items()):
         if stem in with_data:
             drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))
+            run.remove_empty_folders(stem)
             finished.append(stem)
         elif _closed_before(record, edge):
             run.fs.rm_file(run.path(manifest_key(stem)))
@@ -143,3 +146,22 @@ def _closed_before(record: ClosingRecord, edge: datetime) -> bool:
     except ValueError:
         return False
     return closed.tzinfo is not None and closed < edge
+
+
+def prune_local(tier: LocalTier, rule: RetentionRule) -> tuple[Stem, ...]:
+    """Free the local tier of uploaded checkpoints that `rule` does not keep; returns those removed.
+
+    What is not confirmed in the store stays, whatever the rule says (I6), and so does one that somebody reads.
+    """
+    history = tier.run.history()
+    uploaded = tier.uploaded()
+    kept = {stem for stem, _ in rule.select(history.readable_chain(), utc_now())}
+    removed = []
+    for stem in sorted(uploaded & history.manifests.keys()):
+        if stem in kept or stem == history.newest():
+            continue
+        with locks.exclusive(tier.run.uuid, stem, "read") as free:
+            if free:
+                tier.remove(stem)
+                removed.append(stem)
+    return tuple(removed)

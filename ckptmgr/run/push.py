@@ -63,6 +63,20 @@ def step_of(directory: Path, given: int | None) -> int:
     )
 
 
+def check_pushable(directory: Path, *, step: int | None, tag: str | None) -> int:
+    """Refuse what can be refused before a store is opened or a byte is read; returns the step.
+
+    Raises:
+        ConfigError: `directory` is none, its step is unknown, or the tag is malformed.
+    """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
+    if tag is not None:
+        tag_key(tag)
+    return step_of(Path(os.path.abspath(directory)), step)
+
+
 def push(
     directory: Path,
     run: RunDirectory,
@@ -88,11 +102,9 @@ def push(
         SourceChangedError: a file changed or vanished meanwhile; no manifest was written, what was sent is kept for the repeat.
         BackendError: the store failed; the journal's entry stays pending.
     """
+    at = check_pushable(directory, step=step, tag=tag)
     directory = Path(os.path.abspath(directory))
-    if tag is not None:
-        tag_key(tag)
     journal = journal or Journal(journal_root(run.url))
-    at = step_of(directory, step)
     files = describe(directory)
     history = run.history()
     attempt = joined_attempt(run, history, new=new_attempt)

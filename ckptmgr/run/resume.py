@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckptmgr.backends.atomic import fsync_dir, fsync_file, make_dirs_durable
 from ckptmgr.core import protocol
@@ -64,12 +63,22 @@ class Resumed:
     skipped: tuple[Skipped, ...] = field(default_factory=tuple)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How `resume` tells what it does: `started(manifest, source)` before each transfer, `moved(bytes)` during it."""
+class Progress(Protocol):
+    """How `resume` tells what it does."""
 
-    started: Callable[[Manifest, str], None] = lambda manifest, source: None
-    moved: Callable[[int], None] = lambda count: None
+    def started(self, manifest: Manifest, source: str) -> None:
+        """The transfer of one checkpoint begins."""
+
+    def moved(self, count: int) -> None:
+        """`count` more bytes of it have arrived."""
+
+
+class _Silent:
+    def started(self, manifest: Manifest, source: str) -> None:
+        pass
+
+    def moved(self, count: int) -> None:
+        pass
 
 
 def resume(
@@ -77,6 +86,7 @@ def resume(
     selector: Selector,
     *,
     to: Path | None = None,
+    under: Path | None = None,
     tier: LocalTier | None = None,
     strict: bool = False,
     replace: bool = False,
@@ -89,7 +99,8 @@ def resume(
     takes up what was already fetched.
 
     Args:
-        to: the checkpoint directory; None for `./<run>/checkpoint-<step>`.
+        to: the checkpoint directory; None for `checkpoint-<step>` in `under`.
+        under: None for `./<run>`.
         tier: a local tier to look in first.
         strict: for `latest`, fail instead of falling back.
         replace: replace whatever else `to` holds.
@@ -102,13 +113,13 @@ def resume(
         DiskFullError: no room for it; nothing was fetched.
         BackendError: the store could not be asked (I7).
     """
-    progress = progress or Progress()
+    progress = progress or _Silent()
     how: Literal["auto", "explicit"] = "explicit" if selector.is_explicit else "auto"
     wanted, history = candidates(selector, run, tier, fall_back=not strict)
     skipped: list[Skipped] = []
     for places in wanted:
         stem = places[0].stem
-        directory = to if to is not None else Path(run.name) / f"checkpoint-{stem.step}"
+        directory = to if to is not None else (under or Path(run.name)) / f"checkpoint-{stem.step}"
         directory = Path(os.path.abspath(directory))
         problems: list[str] = []
         removed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,32 @@ class LocalTier:
         self.run = run
         self.root = Path(run.root)
         self.journal = Journal(self.root)
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Be the one process that saves into this tier, until `release` or death.
+
+        Raises:
+            ConflictError: another process is.
+        """
+        if self._held is not None:
+            return
+        fd = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            os.close(fd)
+            raise ConflictError(
+                f"another process is saving into {self.root}",
+                hint="stop it, or give this one another local directory",
+            ) from exc
+        self._held = fd
+
+    def release(self) -> None:
+        """Let another process save into this tier."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> LocalTier:
@@ -154,12 +181,9 @@ def describe(directory: Path) -> tuple[FileEntry, ...]:
     Links to files are stored as what they point to. A link to a folder, and anything that is neither file nor folder, is refused.
 
     Raises:
-        ConfigError: not a directory, empty, or it holds something that cannot be stored.
+        ConfigError: empty, or it holds something that cannot be stored.
         SourceChangedError: a file changed or vanished while it was read.
     """
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
-        raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
     entries = [FileEntry.of(path, digest_file(directory / path)) for path in _walk(directory)]
     if not entries:
         raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")

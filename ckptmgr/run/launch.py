@@ -1,0 +1,70 @@
+"""Run the user's training command: signals pass through, its exit code passes through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from ckptmgr.core.errors import ConfigError
+
+PLACEHOLDER = "{}"
+RESUME_ENV = "CKPTMGR_RESUME_FROM"
+LOCAL_DIR_ENV = "CKPTMGR_LOCAL_DIR"
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+
+
+def fill_in(command: Sequence[str], path: str | None) -> list[str]:
+    """`command` with `{}` replaced by `path`.
+
+    Without a path, `{}` is dropped together with an option right before it (`--resume {}`), and an argument that contains it
+    (`--resume={}`) as a whole.
+    """
+    if path is not None:
+        return [argument.replace(PLACEHOLDER, path) for argument in command]
+    result: list[str] = []
+    for argument in command:
+        if argument == PLACEHOLDER:
+            if result[1:] and result[-1].startswith("-"):
+                result.pop()
+        elif PLACEHOLDER not in argument:
+            result.append(argument)
+    return result
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `command` to its end and return its exit code, 128 + n if signal n killed it.
+
+    Signals that reach this process are sent on to the command, except Ctrl-C at a terminal, which the terminal sends to both.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    try:
+        child = subprocess.Popen(list(command), env={**os.environ, **environment})
+    except OSError as exc:
+        raise ConfigError(f"cannot run {command[0]!r}: {exc.strerror}", hint="check the command after --") from exc
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number in (signal.SIGINT, signal.SIGQUIT) and _at_terminal():
+            return
+        child.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _at_terminal() -> bool:
+    """Whether a terminal delivers its signals to this process group, and so to the command as well."""
+    try:
+        return sys.stdin is not None and sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False

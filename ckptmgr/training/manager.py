@@ -1,0 +1,446 @@
+"""CheckpointManager: the composition root. It joins state, local tier, uploader, retention and resume; each of them does its own work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ckptmgr.backends.registry import normalize_url, open_store
+from ckptmgr.backends.retry import PATIENT, RetryPolicy
+from ckptmgr.core.errors import (
+    CheckpointNotFoundError,
+    CkptmgrError,
+    ConfigError,
+    ConflictError,
+    NotCommittedError,
+)
+from ckptmgr.core.layout import Stem, parse_stem
+from ckptmgr.core.manifest import FileEntry, How, Manifest
+from ckptmgr.core.policies import SavePolicy
+from ckptmgr.core.retention import KeepLast, RetentionRule
+from ckptmgr.core.selectors import parse_selector
+from ckptmgr.run import prune
+from ckptmgr.run.candidates import look, merged
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
+from ckptmgr.run.resume import Resumed, resume
+from ckptmgr.run.sidecar import read_sidecar
+from ckptmgr.run.start import claim_attempt, is_superseded, refuse_unrestored
+from ckptmgr.run.tier import RESUMED, LocalTier, next_seq
+from ckptmgr.training import state as training_state
+from ckptmgr.training.ranks import is_main_process, world_size
+from ckptmgr.transfer.uploader import Uploader, UploadStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore` put back.
+
+    Attributes:
+        id: the checkpoint.
+        step: its step.
+        epoch: its epoch, fractional; None if unknown.
+        metrics: its metrics.
+        source: where the bytes came from, `local` or `remote`; None when they were already there.
+        report: each piece restored, missing or unexpected, and the plain values.
+        skipped: newer checkpoints that could not be used, as (id, why).
+    """
+
+    id: str
+    step: int
+    epoch: float | None
+    metrics: Mapping[str, float]
+    source: str | None
+    report: training_state.RestoreReport
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerStatus:
+    """One look at a manager: the run, the attempt, and the uploads."""
+
+    run: str
+    local_dir: str
+    attempt: int | None
+    superseded: bool
+    uploads: UploadStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseReport:
+    """What `close` left behind: `pending` ids stay in the local tier and are uploaded by the next start; `errors` say why."""
+
+    pending: tuple[str, ...] = ()
+    errors: tuple[CkptmgrError, ...] = ()
+
+
+@dataclass(slots=True)
+class _Parent:
+    """What this process restored: the parent of the attempt it will claim."""
+
+    stem: Stem | None = None
+    how: How = "auto"
+    restored: bool = False
+
+
+@dataclass(slots=True)
+class _Session:
+    """Everything that exists once an attempt is claimed."""
+
+    run: RunDirectory
+    tier: LocalTier
+    uploader: Uploader
+    attempt: int
+    seq: int
+    errors: list[CkptmgrError] = field(default_factory=list)
+
+
+class CheckpointManager:
+    """Saves the training state of one run locally, uploads it in the background, and restores it.
+
+    Nothing is touched before the first call that needs it. `save` and `begin` do nothing on ranks other than 0, and use no
+    collective (I11). Use it as a context manager, or call `close`: it waits for the uploads.
+
+    Args:
+        url: the run, `s3://bucket/exp/run`, `oss://…`, or a directory.
+        local_dir: the local tier; by default CKPTMGR_LOCAL_DIR, else `.ckptmgr/<run>` in the working directory. It must be on a
+            local disk with room for two checkpoints.
+        save: when to save, for `SaveModelCallback` and `should_save`.
+        keep: what retention keeps in the store, applied after each commit; None keeps everything.
+        keep_local: what to keep of uploaded checkpoints in the local tier.
+        on_existing: what a start without restore does on a run that has commits: `refuse` (ConflictError), or `new-lineage`.
+        close_timeout_s: how long `close` waits for uploads.
+        retry: how patient an upload is with the store.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        local_dir: str | os.PathLike[str] | None = None,
+        save: SavePolicy | None = None,
+        keep: RetentionRule | None = None,
+        keep_local: RetentionRule = KeepLast(1),  # noqa: B008 - frozen value
+        on_existing: Literal["refuse", "new-lineage"] = "refuse",
+        close_timeout_s: float = 600.0,
+        retry: RetryPolicy = PATIENT,
+    ) -> None:
+        if on_existing not in ("refuse", "new-lineage"):
+            raise ConfigError(f"on_existing={on_existing!r} is not known", hint="use 'refuse' or 'new-lineage'")
+        self.url = normalize_url(url)
+        name = self.url.rsplit("/", 1)[-1]
+        self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
+        self.save_policy = save
+        self._keep = keep
+        self._keep_local = keep_local
+        self._on_existing = on_existing
+        self._close_timeout_s = close_timeout_s
+        self._retry = retry
+        self._stop = threading.Event()
+        self._parent = _Parent()
+        self._session: _Session | None = None
+        self._closed = False
+        self._memory: Mapping[str, Any] = {}
+
+    # --- restoring --------------------------------------------------------------------------------------------------------
+
+    def restore(self, state: Mapping[str, Any], selector: str = "latest", *, strict: bool = True) -> Restored | None:
+        """Load a checkpoint into `state` in place, the random states included; None on a run without any data.
+
+        Every byte is verified before anything is loaded (I5). The attempt that this process claims then descends from it.
+
+        Args:
+            state: name -> object with `load_state_dict`, or a plain value (found in `report.values`), as given to `save`.
+            selector: `latest`, a step, `best:METRIC`, `tag:NAME`, `id:ID`.
+            strict: refuse a checkpoint that lacks a piece of `state`.
+
+        Raises:
+            ConflictError: an attempt is already claimed: restore before the first save.
+            CkptmgrError: as `ckptmgr.run.resume.resume`; nothing was loaded.
+            IncompatibleStateError: the checkpoint does not fit; `state` may be partly loaded.
+        """
+        resumed = self._fetch(selector)
+        if resumed is None:
+            return None
+        report = training_state.restore(resumed.directory, state, strict=strict)
+        shutil.rmtree(resumed.directory.parent, ignore_errors=True)
+        logger.info(
+            "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
+        )
+        return Restored(
+            id=resumed.manifest.id,
+            step=resumed.manifest.step,
+            epoch=resumed.manifest.epoch,
+            metrics=resumed.manifest.metrics,
+            source=resumed.source,
+            report=report,
+            skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
+        )
+
+    def resume_path(self, selector: str = "latest") -> Path | None:
+        """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
+
+        The directory stays until the next process of this run asks for one.
+        """
+        resumed = self._fetch(selector)
+        return None if resumed is None else resumed.path
+
+    def _fetch(self, selector: str) -> Resumed | None:
+        if self._session is not None:
+            raise ConflictError(
+                "this process has already begun to save, so it cannot restore",
+                hint="restore before the first save or train()",
+            )
+        chosen = parse_selector(selector)
+        run, tier = self._open()
+        folder = tier.root / RESUMED
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            resumed = resume(run, chosen, under=folder, tier=tier)
+        except CheckpointNotFoundError as exc:
+            if not getattr(exc, "empty", False):
+                raise
+            logger.info("%s has no checkpoint yet: starting from scratch", self.url)
+            return None
+        except NotCommittedError as exc:
+            if self._on_existing != "new-lineage":
+                raise
+            logger.warning("%s: starting a new lineage", exc)
+            return None
+        self._parent = _Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)
+        return resumed
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def begin(self, *, resume_from: Path | None = None) -> None:
+        """Claim an attempt of the run, and start draining what earlier processes left. Called by the first save if not before.
+
+        Args:
+            resume_from: the directory that training resumed from, made by `ckptmgr resume` or `resume_path`.
+
+        Raises:
+            ConflictError: the run has commits and nothing of it was restored (I12), another process uses the local tier, or that is another
+                run's; nothing was changed.
+            BackendError: the store could not be asked: a start that cannot look does not begin from scratch (I7).
+        """
+        if self._session is not None or not is_main_process():
+            return
+        run, tier = self._open()
+        tier.hold()
+        if resume_from is not None:
+            self._parent = _parent_of(resume_from, run, tier)
+        history = merged(*look(run, tier))
+        parent = self._parent
+        if not parent.restored and history.has_commits:
+            if self._on_existing == "refuse":
+                refuse_unrestored(run, history)
+            parent = _Parent(how="fresh")
+        attempt = claim_attempt(run, how=parent.how, parent=parent.stem)
+        tier.note_attempt(attempt)
+        for name in tier.clean():
+            logger.info("removed %s, which an earlier process left half written", name)
+        stems = [*history.manifests, *history.broken, *history.closed]
+        uploader = Uploader(tier, run, stop=self._stop, committed=self._after_commit)
+        self._session = _Session(
+            run=run, tier=tier, uploader=uploader, attempt=attempt.number, seq=next_seq(stems, attempt.number)
+        )
+        logger.info("attempt %d of %s begins (%s)", attempt.number, self.url, _origin(parent))
+        uploader.notify()
+
+    def should_save(self, moment: Any) -> tuple[str, ...]:
+        """The reasons of the save policy for a moment (`StepEnded(step=…)`, `Evaluated(…)`, `EpochEnded(…)`), for a plain loop."""
+        if self.save_policy is None:
+            return ()
+        decision = self.save_policy.decide(moment, self._memory)
+        self._memory = decision.memory
+        return tuple(decision.reasons)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        epoch: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        reasons: Sequence[str] = (),
+        metric_modes: Mapping[str, str] | None = None,
+    ) -> str | None:
+        """Commit `state` to the local tier and queue its upload.
+
+        Blocks for the copy, the write and the fsync. A failure leaves nothing behind but the error; earlier checkpoints are untouched.
+
+        Args:
+            step: the optimizer step.
+            state: name -> object with `state_dict`, or a plain tree of tensors and values; one file each. The random states are added.
+            reasons: why; `requested` if none.
+
+        Returns:
+            The id; None on ranks other than 0.
+
+        Raises:
+            ConflictError: see `begin`.
+            CkptmgrError: nothing was saved.
+        """
+        if not is_main_process():
+            return None
+        self.begin()
+        session = self._require_session()
+        snapshot = training_state.capture(state)
+        stem = Stem(session.attempt, step, session.seq, new_nonce())
+        session.seq += 1
+        prepared = session.tier.prepare(stem)
+        try:
+            files = training_state.write(snapshot, prepared)
+            manifest = Manifest(
+                stem=stem,
+                run_uuid=session.run.uuid,
+                files=tuple(FileEntry.of(file.path, file.digests) for file in files),
+                epoch=epoch,
+                parent=None if self._parent.stem is None else str(self._parent.stem),
+                created_at=utc_stamp(),
+                reasons=tuple(reasons) or ("requested",),
+                metrics=dict(metrics or {}),
+                metric_modes=dict(metric_modes if metric_modes is not None else self._modes()),
+                world_size=world_size(),
+                producer=_producer(),
+            )
+            session.tier.commit(manifest, prepared, target=session.run.url)
+        except BaseException:
+            session.tier.discard(prepared)
+            raise
+        session.uploader.notify()
+        return manifest.id
+
+    def _after_commit(self, stem: Stem) -> None:
+        """Retention, in the uploader's thread, after `stem` was committed in the store."""
+        session = self._require_session()
+        if is_superseded(session.run, session.attempt):
+            logger.warning(
+                "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", session.attempt
+            )
+        elif self._keep is not None:
+            done = prune.prune(session.run, self._keep, attempt=session.attempt)
+            for verdict in done.deleted:
+                logger.info("pruned step %d (%s)", verdict.manifest.step, verdict.manifest.id)
+        prune.prune_local(session.tier, self._keep_local)
+
+    # --- looking and ending -----------------------------------------------------------------------------------------------
+
+    def list(self) -> list[Manifest]:
+        """The committed checkpoints of the present lineage in the store, oldest first."""
+        run, _ = self._open()
+        return run.history().readable_chain()[::-1]
+
+    def status(self) -> ManagerStatus:
+        """What is pending, what failed, and whether a newer attempt has taken over; asks the store."""
+        session = self._session
+        return ManagerStatus(
+            run=self.url,
+            local_dir=str(self.local_dir),
+            attempt=None if session is None else session.attempt,
+            superseded=session is not None and is_superseded(session.run, session.attempt),
+            uploads=UploadStatus() if session is None else session.uploader.status(),
+        )
+
+    def poll_errors(self) -> Sequence[CkptmgrError]:
+        """What went wrong in the background since this was last called."""
+        return [] if self._session is None else self._session.uploader.poll_errors()
+
+    def close(self, timeout_s: float | None = None) -> CloseReport:
+        """Wait for pending uploads, then stop. Safe to call twice.
+
+        Args:
+            timeout_s: seconds to wait; None for `close_timeout_s`.
+        """
+        if self._session is None or self._closed:
+            return CloseReport()
+        self._closed = True
+        session = self._session
+        pending = session.uploader.close(self._close_timeout_s if timeout_s is None else timeout_s)
+        session.tier.release()
+        errors = tuple(session.uploader.poll_errors())
+        if pending:
+            logger.warning(
+                "%d checkpoint(s) are not in %s yet; they stay in %s", len(pending), self.url, self.local_dir
+            )
+        return CloseReport(pending=tuple(str(stem) for stem in pending), errors=errors)
+
+    def __enter__(self) -> CheckpointManager:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        report = self.close()
+        for problem in report.errors:
+            logger.error("%s", problem)
+
+    # --- pieces -----------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[RunDirectory, LocalTier]:
+        """The run in the store and the local tier, both made if need be, and sure to be the same run."""
+        fs, root = open_store(self.url, policy=self._retry, stop=self._stop)
+        known: str | None = None
+        if self.local_dir.is_dir():
+            try:
+                known = LocalTier.open(self.local_dir).run.uuid
+            except CheckpointNotFoundError:
+                known = None
+        run = RunDirectory.open_or_create(self.url, uuid=known, fs=fs, root=root)
+        return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
+
+    def _require_session(self) -> _Session:
+        if self._session is None:
+            raise ConflictError("the manager has not begun", hint="call begin() first")
+        if self._closed:
+            raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
+        return self._session
+
+    def _modes(self) -> Mapping[str, str]:
+        return {} if self.save_policy is None else self.save_policy.modes()
+
+
+def _parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> _Parent:
+    """Which checkpoint of `run` a trainer's resume directory is."""
+    stem = parse_stem(directory.name)
+    if stem is not None and directory.parent == tier.data_dir(stem).parent:
+        return _Parent(stem=stem, how="auto", restored=True)
+    try:
+        sidecar = read_sidecar(directory)
+    except CheckpointNotFoundError:
+        logger.warning("%s has no manifest beside it: it does not count as a checkpoint of %s", directory, run.url)
+        return _Parent()
+    if sidecar.manifest.run_uuid != run.uuid:
+        logger.warning("%s is checkpoint %s of another run", directory, sidecar.manifest.id)
+        return _Parent()
+    return _Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
+
+
+def _origin(parent: _Parent) -> str:
+    if parent.how == "fresh":
+        return "a new lineage"
+    return "from scratch" if parent.stem is None else f"from {parent.stem}, {parent.how}"
+
+
+def _producer() -> dict[str, str]:
+    from ckptmgr import __version__
+
+    return {
+        "framework": "ckptmgr",
+        "ckptmgr": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "host": host_name(),
+    }

@@ -1,0 +1,209 @@
+"""The uploader: a thread that replicates the local tier to the store in the background, newest first.
+
+The queue *is* the local tier: a committed save without an `uploaded` mark. Nothing is lost when this process dies; the next start, or
+a drain, goes on from the journal. Failures never reach training (I9): they are logged at once, kept in `status()`, and returned by `poll_errors()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, UploadError
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.journal import UploadEntry
+from ckptmgr.run.tier import LocalTier
+from ckptmgr.transfer.drain import upload_one
+
+logger = logging.getLogger(__name__)
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadStatus:
+    """What the uploader is doing.
+
+    Attributes:
+        pending: saves that are only on this disk, newest first.
+        pending_bytes: their size.
+        uploading: the one on its way.
+        sent_bytes: bytes of it that were sent so far.
+        committed: how many this process committed.
+        failures: how many uploads failed, counting each try that gave up.
+        last_error: the newest failure, one line.
+    """
+
+    pending: tuple[Stem, ...] = ()
+    pending_bytes: int = 0
+    uploading: Stem | None = None
+    sent_bytes: int = 0
+    committed: int = 0
+    failures: int = 0
+    last_error: str = ""
+
+
+class Uploader:
+    """Uploads what is pending in `tier` whenever `notify` says that something is.
+
+    The thread starts with the first `notify`, so a process that only reads starts none, and is not a daemon: a main program that ends
+    without `close()` has its queue drained, not cut off. It takes no collective, holds no lock across a fork, and a forked child never owns it.
+
+    Args:
+        tier: the local tier; also read by others, written by this process.
+        run: where the saves go. Its backend retries by itself; `stop` ends those retries.
+        stop: the event given to the backend's retries; set when `close` runs out of time.
+        committed: called in the uploader's thread after each commit (retention); its errors count as failures.
+        pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        run: RunDirectory,
+        *,
+        stop: threading.Event,
+        committed: Callable[[Stem], None] = lambda stem: None,
+        pause_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._run = run
+        self._stop = stop
+        self._committed = committed
+        self._pause_s = pause_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._work = False
+        self._closing = False
+        self._retry_at: float | None = None
+        self._errors: list[CkptmgrError] = []
+        self._uploading: Stem | None = None
+        self._sent = 0
+        self._count = 0
+        self._failures = 0
+        self._last_error = ""
+
+    def notify(self) -> None:
+        """Something may be pending. Returns at once; starts the thread if need be."""
+        with self._changed:
+            if self._closing:
+                return
+            self._work = True
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def poll_errors(self) -> list[CkptmgrError]:
+        """Failures since this was last called."""
+        with self._changed:
+            errors, self._errors = self._errors, []
+            return errors
+
+    def status(self) -> UploadStatus:
+        """What it is doing now; reads the local tier."""
+        pending = self._tier.pending(self._run.url)
+        with self._changed:
+            return UploadStatus(
+                pending=tuple(manifest.stem for manifest, _ in pending),
+                pending_bytes=sum(manifest.size_bytes for manifest, _ in pending),
+                uploading=self._uploading,
+                sent_bytes=self._sent,
+                committed=self._count,
+                failures=self._failures,
+                last_error=self._last_error,
+            )
+
+    def close(self, timeout_s: float | None) -> list[Stem]:
+        """Upload what is pending, for `timeout_s` at most (None: as long as it takes), and end the thread.
+
+        Returns:
+            What is left, newest first; it stays pending in the local tier. Safe to call twice.
+        """
+        with self._changed:
+            self._closing = True
+            self._retry_at = None
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                self._stop.set()  # no further try begins; the request under way ends by its own time-outs
+                thread.join(5.0)
+        return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
+
+    # --- the thread -------------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while self._wait_for_work():
+            self._round()
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is something to do; False when the thread should end."""
+        with self._changed:
+            while True:
+                if self._stop.is_set():
+                    return False
+                if self._work:
+                    self._work = False
+                    return True
+                if self._retry_at is not None and self._clock() >= self._retry_at:
+                    self._retry_at = None
+                    return True
+                if self._closing or not threading.main_thread().is_alive():
+                    return False
+                # Woken by notify; the time-out is for the retry time and for a main program that ended without close().
+                self._changed.wait(_IDLE_S)
+
+    def _round(self) -> None:
+        """Upload everything pending, newest first; what fails waits for the next round."""
+        tried: set[Stem] = set()
+        while not self._stop.is_set():
+            # Looked up again each time: a newer save goes first.
+            queue = [(m, e) for m, e in self._tier.pending(self._run.url) if m.stem not in tried]
+            if not queue:
+                return
+            manifest, entry = queue[0]
+            tried.add(manifest.stem)
+            try:
+                self._upload(manifest, entry)
+            except CkptmgrError as exc:
+                self._failed(manifest, exc)
+                if isinstance(exc, PermanentBackendError):
+                    # Wrong credentials or a missing bucket concern every upload: the others are not tried until something changes.
+                    return
+            except (
+                Exception
+            ) as exc:  # a bug here must not end the thread, or saving silently stops for the rest of the run
+                logger.exception("unexpected failure while uploading %s", manifest.id)
+                self._failed(manifest, UploadError(f"upload of {manifest.id} failed unexpectedly: {exc!r}"))
+
+    def _upload(self, manifest: Manifest, entry: UploadEntry) -> None:
+        with self._changed:
+            self._uploading, self._sent = manifest.stem, 0
+        try:
+            if upload_one(self._tier, self._run, manifest, entry, moved=self._moved):
+                with self._changed:
+                    self._count += 1
+                self._committed(manifest.stem)
+        finally:
+            with self._changed:
+                self._uploading = None
+
+    def _moved(self, count: int) -> None:
+        self._sent += count  # only this thread writes it; a reader may see it a block late
+
+    def _failed(self, manifest: Manifest, exc: CkptmgrError) -> None:
+        logger.error("step %d (%s) is not in %s: %s", manifest.step, manifest.id, self._run.url, exc)
+        with self._changed:
+            self._errors.append(exc)
+            self._failures += 1
+            self._last_error = str(exc)
+            if not self._closing:
+                self._retry_at = self._clock() + self._pause_s
