@@ -1,0 +1,400 @@
+"""The reference Trainer: plain PyTorch, every hook, exact resume.
+
+It is the host that shows what ckptmgr promises, not a framework. One step edge looks like this, and a save is always its last act, so that
+one save carries all reasons and everything that the step changed:
+
+    on_step_end → log → evaluate → [end of epoch: on_epoch_end → log → evaluate] → on_save
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptmgr.callbacks.base import TrainerControl, TrainerState
+from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.core.errors import ConfigError
+from ckptmgr.training import state as training_state
+from ckptmgr.training.arguments import TrainingArguments
+from ckptmgr.training.data_position import DataPosition
+from ckptmgr.training.forward import call_model, split_loss, to_device
+from ckptmgr.training.progress import Progress, RunningLoss
+from ckptmgr.training.ranks import is_main_process
+from ckptmgr.training.rng import capture_rng, restore_rng
+
+__all__ = ["Trainer", "TrainingArguments", "TrainingResult"]
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What `train` did: the step and epoch it is at, and how many optimizer steps this call ran."""
+
+    global_step: int
+    epoch: float
+    steps_run: int
+
+
+class Trainer:
+    """Trains a model, calls callbacks, and resumes to the last bit.
+
+    "To the last bit" holds on CPU with deterministic algorithms and the same thread count, for losses and weights, at whatever step edge
+    a checkpoint was made. Not thread-safe.
+
+    Args:
+        model: its forward gives the loss, if there is no `loss_fn`: called as `model(**batch)` for a mapping, `model(*batch)` for a
+            list or tuple, else `model(batch)`.
+        args: see `TrainingArguments`.
+        train_dataloader: a DataLoader, or anything that can be iterated once per epoch.
+        optimizer: of the model's parameters.
+        lr_scheduler: stepped as `args.lr_scheduler_interval` says.
+        eval_dataloader: for evaluation.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a micro-batch, its mean over samples: a scalar tensor, or a mapping or
+            an object that has it under `loss`.
+        eval_fn: `eval_fn(model, eval_dataloader)` returns metrics, in place of the mean loss; without gradient, in eval mode.
+        callbacks: callbacks or classes of them.
+        processing_class: handed to callbacks (a tokenizer).
+        pieces: further pieces of the state by name, saved and restored with the rest.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrainingArguments | None = None,
+        *,
+        train_dataloader: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        loss_fn: Callable[[torch.nn.Module, Any], Any] | None = None,
+        eval_fn: Callable[[torch.nn.Module, Iterable[Any]], Mapping[str, Any]] | None = None,
+        callbacks: Iterable[Any] = (),
+        processing_class: Any = None,
+        pieces: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.args = args or TrainingArguments()
+        if (self.args.eval_steps or self.args.eval_epochs) and eval_dataloader is None:
+            raise ConfigError(
+                "evaluation is asked for, but there is no eval_dataloader",
+                hint="give one, or unset eval_steps and eval_epochs",
+            )
+        self.model = model if self.args.device is None else model.to(self.args.device)
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader = train_dataloader
+        self.eval_dataloader = eval_dataloader
+        self.processing_class = processing_class
+        scaled = self.args.amp == "fp16" if self.args.grad_scaler is None else self.args.grad_scaler
+        self.scaler = torch.amp.GradScaler(self.device.type) if scaled else None
+        self.state = TrainerState(is_local_process_zero=is_main_process(), is_world_process_zero=is_main_process())
+        self.control = TrainerControl()
+        self.callbacks = CallbackManager(callbacks)
+        self._loss_fn = loss_fn
+        self._eval_fn = eval_fn
+        self._own_pieces = dict(pieces or {})
+        self._position = DataPosition(train_dataloader)
+        self._losses = RunningLoss(self.device)
+        self._evaluated_step = -1
+        self._call("on_init_end")
+
+    def pieces(self) -> dict[str, Any]:
+        """Everything a resumed run needs, by name: for `CheckpointManager.save` and `restore`. The random states are added there.
+
+        Meaningful at a step edge; callbacks get this function as `checkpoint` in `on_save`.
+        """
+        optional = {"scheduler": self.lr_scheduler, "scaler": self.scaler}
+        return {
+            # A compiled module keeps its own prefix in every key, and the checkpoint would only fit compiled ones.
+            "model": getattr(self.model, "_orig_mod", self.model),
+            "optimizer": self.optimizer,
+            **{name: piece for name, piece in optional.items() if piece is not None},
+            "trainer": Progress(self.state, self._losses),
+            "data": self._position,
+            "callbacks": self.callbacks,
+            **self._own_pieces,
+        }
+
+    def restore(self, directory: Path) -> training_state.RestoreReport:
+        """Load a checkpoint of this trainer from a directory; `train` then goes on from there.
+
+        Raises:
+            IncompatibleStateError: it does not fit; the trainer may be partly loaded.
+            IntegrityError: a file is damaged.
+        """
+        report = training_state.restore(directory, self.pieces())
+        for note in report.notes:
+            _log.warning("%s", note)
+        if report.missing:
+            _log.warning(
+                "the checkpoint has no %s: the resumed run will not equal the uninterrupted one",
+                ", ".join(report.missing),
+            )
+        if report.unexpected:
+            _log.warning("the checkpoint also has %s, which nothing here takes up", ", ".join(report.unexpected))
+        _log.info("resuming from step %d, epoch %.4g", self.state.global_step, self.state.epoch)
+        return report
+
+    def train(self, resume_from: str | Path | None = None) -> TrainingResult:
+        """Train until `max_steps` or the last epoch, or until a callback stops it.
+
+        `on_train_end` is called also after an exception or an interruption, which is raised on. Nothing is saved then: between two step edges
+        the state is torn.
+
+        Args:
+            resume_from: the directory of a checkpoint, as `ckptmgr resume` prints it. After `manager.restore(trainer.pieces())`, and for a
+                second call, it is not needed: training goes on from where the trainer is.
+
+        Raises:
+            IncompatibleStateError: the checkpoint does not fit.
+            ConfigError: the loader is empty.
+        """
+        resume = Path(resume_from) if resume_from else None
+        if resume is not None:
+            self.restore(resume)
+        first_step = self.state.global_step
+        self._plan()
+        try:
+            # Before on_train_begin: what its hooks draw, an uninterrupted run has not drawn at this step.
+            rng = capture_rng() if first_step else None
+            self._call("on_train_begin", resume_from=resume)
+            self._train(rng)
+        except BaseException as error:
+            self._call("on_exception", exception=error)
+            raise
+        finally:
+            self._position.close()
+            self._call("on_train_end")
+        return TrainingResult(
+            global_step=self.state.global_step, epoch=self.state.epoch, steps_run=self.state.global_step - first_step
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate now; metrics get the prefix `eval_`, are logged, and go to the callbacks."""
+        if self.eval_dataloader is None:
+            raise ConfigError("there is no eval_dataloader", hint="give one to the Trainer")
+        self._call("on_evaluate_begin")
+        with self._evaluation_mode():
+            found = (
+                self._mean_loss(self.eval_dataloader)
+                if self._eval_fn is None
+                else self._eval_fn(self.model, self.eval_dataloader)
+            )
+        metrics = {name if name.startswith("eval_") else f"eval_{name}": float(value) for name, value in found.items()}
+        self.log(metrics)
+        self._call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(self, dataloader: Iterable[Any]) -> list[Any]:
+        """What the model returns for every batch, in order, without gradient; needs no loss. Hooks get it as `outputs`."""
+        results = []
+        with self._evaluation_mode():
+            for given in dataloader:
+                batch = to_device(given, self.device)
+                with self._autocast():
+                    results.append(call_model(self.model, batch))
+                self._call("on_prediction_step", batch=batch, outputs=results[-1])
+        self._call("on_predict", metrics={})
+        return results
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Append to `state.log_history`, with the epoch and the step, and tell the callbacks."""
+        entry = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**entry, "step": self.state.global_step})
+        self._call("on_log", logs=entry)
+
+    def _plan(self) -> None:
+        """How far to train, from the arguments and the length of the loader."""
+        args, length = self.args, self._position.length
+        self.state.num_train_epochs = args.num_train_epochs
+        steps_per_epoch = None if length is None else math.ceil(length / args.gradient_accumulation_steps)
+        if args.max_steps is not None:
+            self.state.max_steps = args.max_steps
+            if steps_per_epoch:
+                self.state.num_train_epochs = math.ceil(args.max_steps / steps_per_epoch)
+        else:
+            self.state.max_steps = args.num_train_epochs * (steps_per_epoch or 0)
+        self.control.should_training_stop = False
+
+    def _train(self, rng: Mapping[str, Any] | None) -> None:
+        if self._is_done():
+            # Not info: a job that exits 0 without a step must be noticed (K001).
+            _log.warning("nothing left to do: step %d of %d is done", self.state.global_step, self.state.max_steps)
+            return
+        if self.control.should_training_stop:
+            _log.warning("a callback ended the training at step %d, before it ran a step", self.state.global_step)
+            return
+        self.model.train()
+        # An interrupted step of an earlier call leaves gradients behind.
+        self.optimizer.zero_grad()
+        self._position.warm_up()
+        if rng is not None:
+            restore_rng(rng)
+        while not (self._is_done() or self.control.should_training_stop):
+            self._run_epoch(rng)
+            rng = None
+
+    def _is_done(self) -> bool:
+        if self.state.max_steps:
+            return self.state.global_step >= self.state.max_steps
+        return self._position.epoch >= self.state.num_train_epochs
+
+    def _run_epoch(self, rng: Mapping[str, Any] | None) -> None:
+        """Run the present epoch, or the rest of it; ends early when a callback or `max_steps` says so."""
+        self.control.should_epoch_stop = False
+        self._call("on_epoch_begin")
+        self._position.begin(rng)
+        over = False
+        while not over:
+            window = self._position.take(self.args.gradient_accumulation_steps)
+            if window:
+                self._run_step(window)
+            elif not self._position.batches:
+                raise ConfigError(
+                    "the train_dataloader gave no batch", hint="check its dataset, batch size and drop_last"
+                )
+            over = self._step_edge(stepped=bool(window))
+
+    def _run_step(self, window: list[Any]) -> None:
+        """One optimizer step over all micro-batches of `window`."""
+        control = self.control
+        control.should_save = control.should_evaluate = control.should_log = False
+        self._call("on_step_begin", batch=window[0])
+        total = torch.zeros((), device=self.device)
+        for index, given in enumerate(window):
+            batch = to_device(given, self.device)
+            loss, outputs = self._forward(batch)
+            self._backward(loss / len(window))
+            total += outputs["loss"] / len(window)
+            if index + 1 < len(window):
+                self._call("on_substep_end", batch=batch, outputs=outputs)
+        self._optimize()
+        self.state.global_step += 1
+        self.state.epoch = self._position.epochs
+        self._losses.add(total)
+        self._set_flags(self.state.global_step, self.args.logging_steps, self.args.eval_steps)
+        self._call("on_step_end", batch=batch, outputs={**outputs, "loss": total})
+
+    def _optimize(self) -> None:
+        if self.scaler is not None:
+            # Before the hook: clipping and norms are of the true gradients (K003).
+            self.scaler.unscale_(self.optimizer)
+        if self.args.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        self._call("on_pre_optimizer_step")
+        skipped = False
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < scale
+        self._call("on_optimizer_step")
+        by_epoch = self.args.lr_scheduler_interval == "epoch"
+        # An overflow skips the optimizer's step, so the scheduler's as well.
+        if self.lr_scheduler is not None and (self._position.exhausted if by_epoch else not skipped):
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+
+    def _step_edge(self, *, stepped: bool) -> bool:
+        """Everything between two steps, the save last; whether the epoch is over."""
+        if stepped:
+            self._log_and_evaluate()
+        ended = self._position.exhausted or self.control.should_epoch_stop
+        over = ended or self.control.should_training_stop
+        if over:
+            if ended:
+                self._finish_epoch()
+            self._call("on_epoch_end")
+            self._log_and_evaluate()
+        if self.control.should_save:
+            self.control.should_save = False
+            self._call("on_save", checkpoint=self.pieces)
+        return over
+
+    def _finish_epoch(self) -> None:
+        complete = self._position.exhausted
+        self._position.finish_epoch()
+        if complete:
+            self.state.epoch = float(self._position.epoch)
+        # The step may have been evaluated a moment ago; the weights are the same.
+        evaluated = self._evaluated_step == self.state.global_step
+        self._set_flags(self._position.epoch, None, self.args.eval_epochs if complete and not evaluated else None)
+
+    def _set_flags(self, count: int, logging: int | None, evaluation: int | None) -> None:
+        """Before the hooks, which may take a flag back."""
+        if logging and count % logging == 0:
+            self.control.should_log = True
+        if evaluation and count % evaluation == 0:
+            self.control.should_evaluate = True
+        if self._is_done():
+            self.control.should_training_stop = True
+
+    def _log_and_evaluate(self) -> None:
+        if self.control.should_log:
+            self.control.should_log = False
+            self.log({"loss": self._losses.take(), "learning_rate": float(self.optimizer.param_groups[0]["lr"])})
+        if self.control.should_evaluate:
+            self.control.should_evaluate = False
+            self._evaluated_step = self.state.global_step
+            self.evaluate()
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss with its graph, and the outputs without."""
+        with self._autocast():
+            result = call_model(self.model, batch) if self._loss_fn is None else self._loss_fn(self.model, batch)
+        return split_loss(result)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, _DTYPES[self.args.amp]) if self.args.amp else contextlib.nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def _mean_loss(self, dataloader: Iterable[Any]) -> dict[str, float]:
+        losses = []
+        for given in dataloader:
+            batch = to_device(given, self.device)
+            loss, outputs = self._forward(batch)
+            losses.append(loss.double())
+            self._call("on_prediction_step", batch=batch, outputs=outputs)
+        if not losses:
+            raise ConfigError("the eval_dataloader gave no batch", hint="check its dataset and batch size")
+        return {"loss": float(torch.stack(losses).mean())}
+
+    def _call(self, event: str, **arguments: Any) -> None:
+        self.callbacks.call(
+            event,
+            args=self.args,
+            state=self.state,
+            control=self.control,
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            train_dataloader=self.train_dataloader,
+            eval_dataloader=self.eval_dataloader,
+            processing_class=self.processing_class,
+            **arguments,
+        )

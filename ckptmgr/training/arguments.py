@@ -1,0 +1,66 @@
+"""The settings of the reference Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmgr.core.errors import ConfigError
+
+_COUNTS = ("num_train_epochs", "max_steps", "gradient_accumulation_steps", "logging_steps", "eval_steps", "eval_epochs")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingArguments:
+    """How the embedded Trainer trains; callbacks get it as `args`. Names are Hugging Face's where it has them.
+
+    Attributes:
+        num_train_epochs: epochs to train; `max_steps` replaces it.
+        max_steps: optimizer steps to train, resumed ones included; None: as many as the epochs have.
+        gradient_accumulation_steps: micro-batches per optimizer step. The last step of an epoch takes what is left; losses are
+            averaged over the micro-batches that the step really has.
+        max_grad_norm: clip the gradients' total norm, after unscaling; None: do not.
+        logging_steps: log the mean training loss every so many steps; None: never.
+        eval_steps: evaluate every so many optimizer steps; None: never by steps.
+        eval_epochs: evaluate at the end of every so many epochs; None: never by epochs.
+        amp: autocast to this type; None: no autocast.
+        grad_scaler: scale the loss; None: with `amp="fp16"` only.
+        lr_scheduler_interval: whether the scheduler steps after every optimizer step or after every epoch.
+        device: where the batches go, and the model is moved to; None: the model's device.
+
+    Raises:
+        ConfigError: a value that makes no sense.
+    """
+
+    num_train_epochs: int = 1
+    max_steps: int | None = None
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    logging_steps: int | None = 10
+    eval_steps: int | None = None
+    eval_epochs: int | None = None
+    amp: Literal["bf16", "fp16"] | None = None
+    grad_scaler: bool | None = None
+    lr_scheduler_interval: Literal["step", "epoch"] = "step"
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            required = name in ("num_train_epochs", "gradient_accumulation_steps")
+            if (value is None and required) or (value is not None and (not isinstance(value, int) or value < 1)):
+                raise ConfigError(
+                    f"TrainingArguments: {name} is {value!r}",
+                    hint=f"{name} must be a whole number, 1 or more" + ("" if required else ", or None"),
+                )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"TrainingArguments: max_grad_norm is {self.max_grad_norm!r}", hint="use a positive number or None"
+            )
+        if self.amp not in (None, "bf16", "fp16"):
+            raise ConfigError(f"TrainingArguments: amp is {self.amp!r}", hint="use 'bf16', 'fp16' or None")
+        if self.lr_scheduler_interval not in ("step", "epoch"):
+            raise ConfigError(
+                f"TrainingArguments: lr_scheduler_interval is {self.lr_scheduler_interval!r}",
+                hint="use 'step' or 'epoch'",
+            )

@@ -1,0 +1,64 @@
+"""How far a training is, apart from its data: counters, logs, and the loss since the last log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+# Facts of this process or of its arguments: a resumed run has its own.
+_NOT_RESUMED = {"max_steps", "num_train_epochs", "is_local_process_zero", "is_world_process_zero"}
+
+
+class RunningLoss:
+    """The mean loss since the last log, summed on the device: no synchronisation per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self._count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of one step, a detached scalar."""
+        self._sum += loss
+        self._count += 1
+
+    def take(self) -> float:
+        """The mean, and start anew; NaN if nothing was added."""
+        mean = float(self._sum) / self._count if self._count else math.nan
+        self._sum.zero_()
+        self._count = 0
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not logged yet."""
+        # A float32 as a Python float and back is the same float32.
+        return {"sum": float(self._sum), "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved sum."""
+        self._sum.fill_(state["sum"])
+        self._count = state["count"]
+
+
+class Progress:
+    """The piece `trainer`: the dataclass of state that callbacks see, and the loss that is not logged yet."""
+
+    def __init__(self, state: Any, losses: RunningLoss) -> None:
+        self._state = state
+        self._losses = losses
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        facts = {name: value for name, value in asdict(self._state).items() if name not in _NOT_RESUMED}
+        return {"state": facts, "losses": self._losses.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Set what was saved, except what belongs to this process and its arguments."""
+        for name, value in saved["state"].items():
+            # A field that a newer version added is none of ours.
+            if hasattr(self._state, name) and name not in _NOT_RESUMED:
+                setattr(self._state, name, value)
+        self._losses.load_state_dict(saved["losses"])
