@@ -1,0 +1,103 @@
+# make demo   train, be killed, resume, compare: the main job on this machine, in under two minutes
+# make test   all tests that a normal machine can run
+# make check  what CI runs: format, lint, types, layers, tests with coverage, packages, start-up times
+#
+# Each makes the environment .venv first, when it is missing or older than pyproject.toml or constraints.txt. Variables:
+#   PYTHON       the Python to make .venv with                make test PYTHON=python3.12
+#   PIP_ARGS     more for `pip install`; a package index with CPU builds of torch saves some GB on Linux:
+#                                                             make demo PIP_ARGS='--extra-index-url URL'
+#   STORE        where the demo keeps its checkpoints         make demo STORE=s3://bucket/prefix
+#   PYTEST_ARGS  more for pytest                              make test PYTEST_ARGS='tests/core -x'
+#   VENV         the environment's directory (.venv)
+
+PYTHON ?= python3
+PIP_ARGS ?=
+STORE ?=
+PYTEST_ARGS ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FORMATTED := ckptmgr callbacks backends tests bench .ci
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests of a checkout must not read modules from the caller's own path.
+unexport PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format-check lint types layers coverage package bench-startup constraints clean FORCE
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+# --- the environment ---------------------------------------------------------------------------------------------------
+
+venv: $(STAMP)
+
+# An environment names its own directory in every script: one that was moved with its checkout is made again.
+ifneq ($(CURDIR),$(shell cat $(STAMP) 2>/dev/null))
+$(STAMP): FORCE
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here; install Python 3.10 or newer, or name one: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), ckptmgr needs 3.10 or newer; name one: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make environments (no venv or ensurepip); on Debian: apt-get install python3-venv" >&2; exit 2; }
+	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(CURDIR)" ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "Making the environment $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@echo "Installing ckptmgr and what it needs into $(VENV); the first time this takes some minutes"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_ARGS) -e '.[dev]'
+	@printf '%s\n' '$(CURDIR)' > $@
+
+# --- what it is for ----------------------------------------------------------------------------------------------------
+
+demo: $(STAMP)
+	$(BIN)/ckptmgr demo $(if $(STORE),--store '$(STORE)')
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# --- what CI runs ------------------------------------------------------------------------------------------------------
+
+check: format-check lint types layers coverage package bench-startup
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check $(FORMATTED)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(FORMATTED)
+	$(BIN)/codespell
+	$(BIN)/validate-pyproject pyproject.toml
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+package: $(STAMP)
+	.ci/packages $(BIN)/python
+
+bench-startup: $(STAMP)
+	$(BIN)/python bench/startup.py --assert
+
+# --- upkeep ------------------------------------------------------------------------------------------------------------
+
+# The newest releases of everything but torch, in an environment of its own; then run the tests with them.
+constraints:
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip install --quiet $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)" -e '.[dev]'
+	build/constraints/bin/python .ci/constraints.py > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist ckptmgr.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
