@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptmgr.testing.identities import ADMIN
-from ckptmgr.testing.servers import MotoServer, OssServer, WeedServer
+
+if TYPE_CHECKING:
+    # Importing moto takes longer than most tests; only those that want a server pay for it.
+    from ckptmgr.testing.servers import MotoServer, OssServer, WeedServer
 
 # Port 9 (discard) refuses: a client that was not pointed at a test store fails at once instead of finding a real one.
 _NOWHERE = "http://127.0.0.1:9"
@@ -57,6 +61,8 @@ def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def moto_server(_no_real_cloud: None) -> Iterator[MotoServer]:
     """S3 by moto, with faults and a log."""
+    from ckptmgr.testing.servers import MotoServer
+
     with MotoServer() as server:
         _with_faults.append(server)
         yield server
@@ -66,6 +72,8 @@ def moto_server(_no_real_cloud: None) -> Iterator[MotoServer]:
 @pytest.fixture(scope="session")
 def oss_server(_no_real_cloud: None) -> Iterator[OssServer]:
     """The OSS dialect, with faults and a log."""
+    from ckptmgr.testing.servers import OssServer
+
     with OssServer() as server:
         _with_faults.append(server)
         yield server
@@ -75,6 +83,8 @@ def oss_server(_no_real_cloud: None) -> Iterator[OssServer]:
 @pytest.fixture(scope="session")
 def weed_server(_no_real_cloud: None) -> Iterator[WeedServer]:
     """SeaweedFS, a real S3 that checks signatures, checksums and conditional writes."""
+    from ckptmgr.testing.servers import WeedServer
+
     with WeedServer() as server:
         yield server
 

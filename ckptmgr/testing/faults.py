@@ -59,7 +59,7 @@ class Fault:
         code: the error code in that body ("SlowDown", "InternalError", "ExpiredToken", "RequestTimeTooSkewed", …).
         message: the message in that body.
         retry_after_s: adds a Retry-After header, whole seconds.
-        latency_s: wait this long first; ends early when the server is closed.
+        latency_s: wait this long first; when the server stops meanwhile, the connection is reset.
         hold: stop the request until `ActiveFault.release()`: "before" it is applied, or "after" it was applied, without an answer.
         drop: reset the connection without an answer: "before" the operation is applied, or "after" (a lost acknowledgement).
         corrupt_request: flip one bit in the middle of the body that arrived, as a bad network card would.

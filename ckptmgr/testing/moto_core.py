@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, unquote_plus, urlencode
 
@@ -38,6 +39,18 @@ _AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=raw/20260101/us-east-1/s3/aws4_req
 
 # The two dialects have different limits (S3: 5 MiB, OSS: 100 KiB) and share this module's state, so they enforce their own.
 moto_models.S3_UPLOAD_PART_MIN_SIZE = 0  # type: ignore[attr-defined]
+
+_unlocked_etag = vars(moto_models.FakeKey)["etag"].fget
+
+
+def _etag(key: Any) -> str:
+    # moto reads the object's only file position here without the lock that its own readers hold, so a GET at the same moment
+    # gives the object a wrong ETag for good.
+    with key.lock:
+        return str(_unlocked_etag(key))
+
+
+moto_models.FakeKey.etag = property(_etag)  # type: ignore[assignment,method-assign,misc,unused-ignore]
 
 
 class QuietRequestHandler(MotoRequestHandler):  # type: ignore[misc,unused-ignore]
@@ -113,9 +126,32 @@ class MotoCore:
 
     def part_sizes(self, bucket: str, upload_id: str) -> dict[int, int]:
         """Size in bytes of every part that an upload has so far; empty when there is no such upload."""
-        model = self._bucket(bucket)
-        upload = model.multiparts.get(upload_id) if model is not None else None
+        upload = self._upload(bucket, upload_id)
         return {number: part.contentsize for number, part in upload.parts.items()} if upload else {}
+
+    def joined_parts(self, bucket: str, upload_id: str, numbers: Sequence[int]) -> bytes:
+        """The bytes that these parts amount to; parts that are not there add nothing."""
+        upload = self._upload(bucket, upload_id)
+        return b"".join(upload.parts[number].value for number in numbers if number in upload.parts) if upload else b""
+
+    def flip_bit(self, bucket: str, key: str, offset: int) -> None:
+        """Change one bit of a stored object and nothing else: its ETag, its checksum and its date stay as they are.
+
+        Raises:
+            KeyError: no such object.
+            IndexError: it is not that long.
+        """
+        model = self._bucket(bucket)
+        stored = model.keys.get(key) if model is not None else None
+        if stored is None:
+            raise KeyError(f"{bucket}/{key}")
+        # moto computes the ETag when it is first asked for, which must be before the damage.
+        assert stored.etag
+        with stored.lock:
+            stored._value_buffer.seek(offset)
+            damaged = stored._value_buffer.read(1)[0] ^ 1
+            stored._value_buffer.seek(offset)
+            stored._value_buffer.write(bytes([damaged]))
 
     def uploads(self, bucket: str) -> dict[str, str]:
         """Unfinished multipart uploads: key by upload id."""
@@ -129,6 +165,10 @@ class MotoCore:
             return None
         partition, account = where
         return moto_models.s3_backends[account][partition].buckets.get(self._tag + name)
+
+    def _upload(self, bucket: str, upload_id: str) -> Any:
+        model = self._bucket(bucket)
+        return model.multiparts.get(upload_id) if model is not None else None
 
     def close(self) -> None:
         """Forget all buckets, so that their bytes do not stay in this process."""

@@ -1,9 +1,9 @@
 """Alibaba Cloud OSS before moto's S3: what oss2 and the OSS backend need of it, with its real errors.
 
 Emulated: signatures 1 and 4 (header and URL), STS tokens, `x-oss-*` headers and metadata, CRC-64, create-only writes
-(`x-oss-forbid-overwrite`, atomic among all writers, without effect on a versioned bucket as in the real OSS), append, symlinks,
-listings, multipart with parts from 100 KiB, versions, tagging, lifecycle, Content-MD5.
-Not emulated: RAM policies beyond `Identity`, virtual-host addressing, WORM, callbacks, regions.
+(`x-oss-forbid-overwrite`, atomic among all writers, without effect on a versioned bucket as in the real OSS), append, symlinks
+(put and get, not followed), listings, multipart with parts from 100 KiB, versions, tagging, lifecycle, Content-MD5.
+Not emulated: signature version 2, RAM policies beyond `Identity`, virtual-host addressing, WORM, callbacks, regions.
 
 Source: https://www.alibabacloud.com/help/en/oss/developer-reference/putobject
 Source: https://www.alibabacloud.com/help/en/oss/developer-reference/check-data-transmission-integrity-by-using-crc-64
@@ -36,7 +36,7 @@ _PASSED_IN = (
     *("content-disposition", "content-encoding"),
 )
 _PASSED_OUT = (
-    *("content-type", "etag", "last-modified", "content-range", "accept-ranges", "date", "cache-control"),
+    *("content-type", "etag", "last-modified", "content-range", "accept-ranges", "cache-control"),
     *("content-disposition", "content-encoding"),
 )
 _TRANSLATED_IN = ("x-oss-copy-source", "x-oss-copy-source-range", "x-oss-tagging", "x-oss-metadata-directive")
@@ -65,7 +65,7 @@ class OssApp(StoreApp):
     """
 
     def __init__(self, *, identities: tuple[Identity, ...] = DEFAULT_IDENTITIES) -> None:
-        super().__init__(server_name="AliyunOSS")
+        super().__init__()
         self.core = MotoCore()
         self.live_tokens: set[str] | None = None
         self._identities = {identity.access_key: identity for identity in identities}
@@ -214,6 +214,11 @@ class OssApp(StoreApp):
             version = {name: value for name, value in query.items() if name == "versionId"}
             self._crcs[identity] = crc64(self.core.call("GET", request.bucket, request.key, query=version).body)
         return self._crcs[identity]
+
+    def keep_crc(self, bucket: str, key: str) -> None:
+        """Take down the CRC of an object now, as OSS does when it is written, so that later damage does not change it."""
+        request = Request(method="HEAD", bucket=bucket, key=key)
+        self._stored_crc(request, self.core.call("HEAD", bucket, key), {})
 
     # Calls that S3 does not have
 

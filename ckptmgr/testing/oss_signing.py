@@ -56,6 +56,7 @@ _SKEWED = Refusal(
     code="RequestTimeTooSkewed",
     message="The difference between the request time and the current time is too large.",
 )
+_VERSION_2 = Refusal(status=400, code="InvalidArgument", message="This test server does not know signature version 2.")
 _EXPIRED = Refusal(status=403, code="AccessDenied", message="Request has expired.")
 
 
@@ -85,6 +86,8 @@ def check(request: Request, secrets: dict[str, str], *, now_s: float | None = No
         claim = _header_v4(request, authorization, now_s)
     elif authorization.startswith("OSS "):
         claim = _header_v1(request, authorization, now_s)
+    elif "OSS2" in (authorization[:4], request.query.get("x-oss-signature-version")):
+        return _VERSION_2
     elif request.query.get("x-oss-signature-version") == "OSS4-HMAC-SHA256":
         claim = _url_v4(request, now_s)
     elif "Signature" in request.query:

@@ -61,7 +61,7 @@ class S3App(StoreApp):
     """
 
     def __init__(self, *, identities: tuple[Identity, ...] = ()) -> None:
-        super().__init__(server_name="AmazonS3")
+        super().__init__()
         self.core = MotoCore()
         self.live_tokens: set[str] | None = None
         self._identities = {identity.access_key: identity for identity in identities}
@@ -104,7 +104,11 @@ class S3App(StoreApp):
         if self.live_tokens is not None and token not in self.live_tokens:
             return self.error(400, "ExpiredToken", "The provided token has expired.")
         identity = self._identity(request)
-        if identity is not None and not identity.may_list and request.method == "GET" and _is_listing(request):
+        if identity is None:
+            return None
+        lists = request.method == "GET" and _is_listing(request)
+        writes = request.method in ("PUT", "POST", "DELETE")
+        if (lists and not identity.may_list) or (writes and not identity.may_write):
             return self.error(403, "AccessDenied", "Access Denied")
         return None
 
@@ -122,12 +126,18 @@ class S3App(StoreApp):
         expected_md5 = request.headers.get("content-md5")
         if expected_md5 is not None and base64.b64encode(hashlib.md5(request.body).digest()).decode() != expected_md5:
             return self.error(400, "BadDigest", "The Content-MD5 you specified did not match what we received.")
-        if request.method == "POST":
-            # On CompleteMultipartUpload the header is about the object, not about this body.
-            return None
+        data = request.body
+        if request.method == "POST" and "uploadId" in request.query:
+            # Here the header is about the object that is completed, not about this body, and "-3" means a digest of digests.
+            data = self.core.joined_parts(request.bucket, request.query["uploadId"], _part_numbers(request.body))
+            promised = request.headers.get("x-amz-mp-object-size")
+            if promised is not None and promised != str(len(data)):
+                return self.error(
+                    400, "InvalidRequest", "The provided x-amz-mp-object-size does not match the actual size."
+                )
         for name, digest in _DIGESTS.items():
             value = request.headers.get(_CHECKSUM + name)
-            if value is not None and base64.b64encode(digest(request.body)).decode() != value:
+            if value is not None and "-" not in value and base64.b64encode(digest(data)).decode() != value:
                 message = f"The {name.upper()} you specified did not match the calculated checksum."
                 return self.error(400, "BadDigest", message)
         return None
@@ -177,14 +187,35 @@ class S3App(StoreApp):
         reply = self.core.call(
             request.method, request.bucket, request.key, query=query, headers=headers, body=request.body
         )
-        names = dict(reply.headers)
+        names, document = dict(reply.headers), reply.body
+        # werkzeug writes these two itself.
+        names.pop("date", None)
+        names.pop("server", None)
+        if request.method == "POST" and "uploadId" in query and reply.status == 200:
+            document = self._with_checksum(request, document)
         if any(name.startswith(_CHECKSUM) and "-" not in value for name, value in names.items()):
             names.setdefault("x-amz-checksum-type", "FULL_OBJECT")
         names.setdefault("x-amz-request-id", uuid.uuid4().hex[:16].upper())
-        return replace(reply, headers=names)
+        return replace(reply, headers=names, body=document)
+
+    def _with_checksum(self, request: Request, document: bytes) -> bytes:
+        """The answer to CompleteMultipartUpload with the object's checksum, which moto leaves out of it."""
+        head = self.core.call("HEAD", request.bucket, request.key, headers={"x-amz-checksum-mode": "ENABLED"}).headers
+        kind = head.get("x-amz-checksum-type", "")
+        elements = "".join(
+            f"<Checksum{name.removeprefix(_CHECKSUM).upper()}>{value}</Checksum{name.removeprefix(_CHECKSUM).upper()}>"
+            for name, value in head.items()
+            if name.removeprefix(_CHECKSUM) in _DIGESTS
+        )
+        if not elements:
+            return document
+        elements += f"<ChecksumType>{kind}</ChecksumType>"
+        return document.replace(
+            b"</CompleteMultipartUploadResult>", f"{elements}</CompleteMultipartUploadResult>".encode()
+        )
 
     def _too_small(self, request: Request) -> Reply | None:
-        numbers = [int(number) for number in re.findall(rb"<PartNumber>\s*(\d+)\s*</PartNumber>", request.body)]
+        numbers = _part_numbers(request.body)
         sizes = self.core.part_sizes(request.bucket, request.query["uploadId"])
         if any(sizes.get(number, MIN_PART_SIZE_BYTES) < MIN_PART_SIZE_BYTES for number in numbers[:-1]):
             return self.error(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size")
@@ -209,6 +240,10 @@ def _is_write(request: Request) -> bool:
     if request.method == "POST":
         return "uploadId" in request.query
     return request.method == "DELETE" or (request.method == "PUT" and "partNumber" not in request.query)
+
+
+def _part_numbers(body: bytes) -> list[int]:
+    return [int(number) for number in re.findall(rb"<PartNumber>\s*(\d+)\s*</PartNumber>", body)]
 
 
 def _is_listing(request: Request) -> bool:

@@ -46,6 +46,8 @@ OSS_REGION = "cn-hangzhou"
 class StoreServer(ABC):
     """One object store on 127.0.0.1, from `start` (or `with`) to `close`.
 
+    Between the two it may be stopped and started again: the endpoint and the data stay, and clients are refused meanwhile.
+
     Args:
         port: the port to listen on; 0 takes a free one.
         identities: who may use it; the first is the administrator.
@@ -66,8 +68,12 @@ class StoreServer(ABC):
         """Begin to serve; returns the server itself once a request will be answered."""
 
     @abstractmethod
+    def stop(self) -> None:
+        """Stop serving as a crash would: requests in flight lose their connection. The data stays; may be called twice."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Stop serving and forget all data; requests in flight lose their connection. May be called twice."""
+        """Stop serving and forget all data. May be called twice."""
 
     @abstractmethod
     def create_bucket(self, name: str) -> None:
@@ -88,6 +94,10 @@ class StoreServer(ABC):
     @abstractmethod
     def raw_keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Every key that starts with `prefix`, sorted."""
+
+    @abstractmethod
+    def raw_uploads(self, bucket: str) -> dict[str, str]:
+        """Unfinished multipart uploads: key by upload id."""
 
     @abstractmethod
     def raw_delete(self, bucket: str, key: str) -> None:
@@ -159,19 +169,21 @@ class _MemoryServer(StoreServer):
         return self.app.core
 
     def start(self) -> Any:
-        """Begin to serve."""
+        """Begin to serve, again on the same port after `stop`."""
+        self.app.closing.clear()
         self._server = make_server(
             "127.0.0.1", self._port, self.app, threaded=True, request_handler=QuietRequestHandler
         )
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name=f"{self.kind}-server", daemon=True
         )
         self._thread.start()
         return self
 
-    def close(self) -> None:
-        """Stop serving; what is held or delayed is let go first."""
+    def stop(self) -> None:
+        """Stop serving; what is held or delayed is let go, without an answer."""
         self.app.closing.set()
         self.faults.clear()
         if self._server is not None and self._thread is not None:
@@ -179,6 +191,10 @@ class _MemoryServer(StoreServer):
             self._thread.join(10)
             self._server.server_close()
             self._server = None
+
+    def close(self) -> None:
+        """Stop serving and forget all data."""
+        self.stop()
         self._core.close()
 
     def create_bucket(self, name: str) -> None:
@@ -212,6 +228,15 @@ class _MemoryServer(StoreServer):
         """Unfinished multipart uploads: key by upload id."""
         return self._core.uploads(bucket)
 
+    def raw_flip_bit(self, bucket: str, key: str, offset: int = 0) -> None:
+        """Damage one stored byte; what the store says about the object (size, ETag, checksum) stays as it was.
+
+        Raises:
+            KeyError: no such object.
+            IndexError: it is not that long.
+        """
+        self._core.flip_bit(bucket, key, offset)
+
 
 class MotoServer(_MemoryServer):
     """moto's S3 with its gaps closed: checksums, atomic conditional writes, limits. Signatures are not checked."""
@@ -231,6 +256,11 @@ class OssServer(_MemoryServer):
 
     def _make_app(self) -> OssApp:
         return OssApp(identities=self.identities)
+
+    def raw_flip_bit(self, bucket: str, key: str, offset: int = 0) -> None:
+        """Damage one stored byte; the stored CRC stays as it was."""
+        self.app.keep_crc(bucket, key)
+        super().raw_flip_bit(bucket, key, offset)
 
     def _env(self, identity: Identity) -> dict[str, str]:
         return {
@@ -261,11 +291,16 @@ class WeedServer(StoreServer):
         self.url = self._process.start(self._port)
         return self
 
-    def close(self) -> None:
-        """Kill the processes and remove the data."""
+    def stop(self) -> None:
+        """Kill the processes; what they had answered for is on disk."""
         if self._client is not None:
             self._client.close()
             self._client = None
+        self._process.stop()
+
+    def close(self) -> None:
+        """Kill the processes and remove the data."""
+        self.stop()
         self._process.close()
 
     @property
@@ -322,8 +357,9 @@ def _wait_for_the_end() -> None:
         ended.set()
 
     # `server &` in a script gives /dev/null as standard input, which says nothing about anybody's end.
-    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:
-        threading.Thread(target=read_to_the_end, daemon=True).start()
+    with contextlib.suppress(OSError):
+        if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:
+            threading.Thread(target=read_to_the_end, daemon=True).start()
     while not ended.wait(0.5):
         if os.getppid() != parent:
             return

@@ -92,20 +92,16 @@ class ConnectionLost(Exception):
 class StoreApp(ABC):
     """A WSGI application that speaks one dialect and injects faults.
 
-    Args:
-        server_name: the value of the Server header.
-
     Attributes:
         faults: the rules in force.
         log: every request, oldest first; `log.clear()` is allowed at any time.
-        closing: set when the server is closed; whoever waits in a request goes on.
+        closing: set while the server is stopped; whoever waits in a request loses its connection.
     """
 
-    def __init__(self, *, server_name: str) -> None:
+    def __init__(self) -> None:
         self.faults = Faults()
         self.log: list[LoggedRequest] = []
         self.closing = threading.Event()
-        self._server_name = server_name
 
     @abstractmethod
     def answer(self, request: Request) -> Reply:
@@ -118,37 +114,40 @@ class StoreApp(ABC):
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request (PEP 3333)."""
         arrived_s = time.monotonic()
-        status: int | None = None
         request = _parse(environ)
+        active, reply = None, None
         try:
             request = replace(request, body=_read_body(environ))
             arrived_s = time.monotonic()
+            if self.closing.is_set():
+                raise ConnectionLost
             active = self.faults.pick(request.seen)
             reply = self._serve(request, active)
-            status = reply.status
         except ConnectionLost:
-            _reset(environ)
-        finally:
-            self.log.append(
-                LoggedRequest(
-                    time_s=arrived_s,
-                    method=request.method,
-                    bucket=request.bucket,
-                    key=request.key,
-                    query=request.query,
-                    headers=request.headers,
-                    size_bytes=len(request.body),
-                    status=status,
-                )
+            pass
+        # Logged before the client can know: a test that sees the answer, or the reset, finds it in the log.
+        self.log.append(
+            LoggedRequest(
+                time_s=arrived_s,
+                method=request.method,
+                bucket=request.bucket,
+                key=request.key,
+                query=request.query,
+                headers=request.headers,
+                size_bytes=len(request.body),
+                status=None if reply is None else reply.status,
             )
+        )
+        if reply is None:
+            _reset(environ)
         return self._send(environ, start_response, request, reply, active)
 
     def _serve(self, request: Request, active: ActiveFault | None) -> Reply:
         if active is None:
             return self.answer(request)
         fault = active.fault
-        if fault.latency_s:
-            self.closing.wait(fault.latency_s)
+        if fault.latency_s and self.closing.wait(fault.latency_s):
+            raise ConnectionLost
         if fault.hold == "before":
             self._hold(active)
         active.reached.set()
@@ -181,7 +180,7 @@ class StoreApp(ABC):
         reply: Reply,
         active: ActiveFault | None,
     ) -> Iterable[bytes]:
-        headers = {**reply.headers, "server": self._server_name}
+        headers = dict(reply.headers)
         bodiless = request.method == "HEAD" or reply.status in (204, 304)
         if reply.status == 204:
             headers.pop("content-length", None)

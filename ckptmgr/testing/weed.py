@@ -27,13 +27,13 @@ _START_LIMIT_S = 60.0
 _TRIES = 4
 _PROBE_BUCKET = "ckptmgr-probe"
 
-# Runs weed until our end of standard input closes, in whatever way this process dies, and removes the data then.
+# Runs weed until our end of standard input closes, in whatever way this process dies, and removes what it left then.
 _SUPERVISOR = """
-directory=$1; shift
+directory=$1; sockets=$2; shift 2
 exec 3<&0
 "$@" 3<&- </dev/null &
 weed=$!
-{ cat <&3 >/dev/null; kill -9 $weed 2>/dev/null; rm -rf "$directory"; } &
+{ cat <&3 >/dev/null; kill -9 $weed 2>/dev/null; rm -rf "$directory" $sockets; } &
 exec 3<&-
 wait $weed
 """
@@ -50,12 +50,16 @@ class WeedProcess:
         self._identities = tuple(identities)
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
+        self._ports: list[int] = []
 
     def start(self, port: int = 0) -> str:
-        """Start and wait until an object could be stored; returns the endpoint.
+        """Start, with the data and ports of before after `stop`, and wait until an object could be stored.
 
         Args:
-            port: the S3 port; 0 takes a free one, and other ones when somebody else was faster.
+            port: the S3 port; 0 takes a free one. Other ports are tried when somebody else was faster.
+
+        Returns:
+            The endpoint.
 
         Raises:
             MissingExtraError: there is no `weed` program.
@@ -64,31 +68,40 @@ class WeedProcess:
         program = find_weed()
         log = ""
         for _ in range(_TRIES):
-            ports = _free_ports(8)
-            if port:
-                ports[0] = port
-            self._spawn(program, ports)
-            url = f"http://127.0.0.1:{ports[0]}"
+            if self._directory is None:
+                self._ports = _free_ports(8)
+                self._ports[0] = port or self._ports[0]
+                self._directory = self._prepare()
+            self._spawn(program, self._directory)
+            url = f"http://127.0.0.1:{self._ports[0]}"
             try:
                 if self._wait_until_ready(url):
                     return url
             except BaseException:
                 self.close()
                 raise
-            log = self._log_tail()
+            log = (self._directory / "log").read_text(errors="replace")[-1500:]
             self.close()
         raise RuntimeError(f"weed did not come up on 127.0.0.1; the end of its log: {log}")
 
-    def close(self) -> None:
-        """Kill the whole process group and remove the data. May be called twice."""
+    def stop(self) -> None:
+        """Kill the whole process group; the data stays for the next `start`. May be called twice."""
         process, self._process = self._process, None
-        directory, self._directory = self._directory, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
             if process.stdin is not None:
                 process.stdin.close()
+            # weed is a grandchild, so its end cannot be waited for; its ports are what the next start needs.
+            _wait_until_refused(self._ports)
+            for path in _sockets(self._ports):
+                Path(path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Kill the whole process group and remove the data. May be called twice."""
+        self.stop()
+        directory, self._directory = self._directory, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -115,12 +128,15 @@ class WeedProcess:
             config=config,
         )
 
-    def _spawn(self, program: str, ports: list[int]) -> None:
-        self._directory = directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-"))
+    def _prepare(self) -> Path:
+        directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-"))
         (directory / "data").mkdir()
         (directory / "s3.json").write_text(json.dumps({"identities": [_weed_identity(i) for i in self._identities]}))
         # weed grows seven volumes per bucket by default; one starts faster and is enough for tests.
         (directory / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
+        return directory
+
+    def _spawn(self, program: str, directory: Path) -> None:
         names = ("s3.port", "master.port", "volume.port", "filer.port")
         grpc = (f"{name}.grpc" for name in names)
         arguments = [
@@ -132,18 +148,33 @@ class WeedProcess:
             "-s3",
             "-s3.config=s3.json",
             "-s3.allowDeleteBucketNotEmpty=true",
+            # Otherwise an administrator's PUT never meets NoSuchBucket.
+            "-s3.autoCreateBucket=false",
             # These two listeners would take the next ports and end the process when those are taken.
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-master.telemetry=false",
+            # One master and no election: saves the seconds in which the volume server would be turned away.
+            "-master.peers=none",
             "-master.volumeSizeLimitMB=1024",
             "-volume.max=1000",
-            *(f"-{name}={port}" for name, port in zip((*names, *grpc), ports, strict=True)),
+            *(f"-{name}={port}" for name, port in zip((*names, *grpc), self._ports, strict=True)),
         ]
-        with (directory / "log").open("wb") as log:
+        with (directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _SUPERVISOR, "sh", str(directory), program, *arguments],
+                [
+                    "/bin/sh",
+                    "-c",
+                    _SUPERVISOR,
+                    "sh",
+                    str(directory),
+                    " ".join(_sockets(self._ports)),
+                    program,
+                    *arguments,
+                ],
                 cwd=directory,
+                # For its own log files.
+                env={**os.environ, "TMPDIR": str(directory)},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -178,13 +209,6 @@ class WeedProcess:
             client.close()
         return False
 
-    def _log_tail(self) -> str:
-        if self._directory is None:
-            return ""
-        with contextlib.suppress(OSError):
-            return (self._directory / "log").read_text(errors="replace")[-1500:]
-        return ""
-
 
 def find_weed() -> str:
     """The path of the `weed` program: beside this Python, else on PATH.
@@ -214,6 +238,12 @@ def _weed_identity(identity: Identity) -> dict[str, Any]:
     }
 
 
+def _sockets(ports: Sequence[int]) -> list[str]:
+    """The Unix sockets that weed makes beside its ports, in a fixed place, and leaves behind when it is killed."""
+    names = ("s3", "filer", *(f"{service}-grpc" for service in ("s3", "master", "volume", "filer")))
+    return [f"/tmp/seaweedfs-{name}-{port}.sock" for name in names for port in ports]
+
+
 def _free_ports(count: int) -> list[int]:
     """Ports that nobody uses now, all different; held open together while they are chosen."""
     with contextlib.ExitStack() as stack:
@@ -221,3 +251,17 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def _wait_until_refused(ports: Sequence[int]) -> None:
+    deadline_s = time.monotonic() + 10
+    pause = threading.Event()
+    for port in ports:
+        while time.monotonic() < deadline_s:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            except ConnectionRefusedError:
+                break
+            except OSError:
+                pass
+            pause.wait(0.01)
