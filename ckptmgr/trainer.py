@@ -278,6 +278,7 @@ class Trainer:
             total += outputs["loss"] / len(window)
             if index + 1 < len(window):
                 self._call("on_substep_end", batch=batch, outputs=outputs)
+        self._position.advance(len(window))
         self._optimize()
         self.state.global_step += 1
         self.state.epoch = self._position.epochs

@@ -93,18 +93,24 @@ class DataPosition:
                 restore_rng(rng)
 
     def take(self, count: int) -> list[Any]:
-        """The next `count` micro-batches, fewer at the end of the epoch, none after it."""
+        """The next `count` micro-batches, fewer at the end of the epoch, none after it.
+
+        They count only once `advance` is called: a step that was interrupted is done again from its first micro-batch.
+        """
         if self._iterator is None:
             raise ConfigError("no epoch was begun", hint="call begin() first")
+        left = count if self.length is None else min(count, self.length - self.batches)
         taken: list[Any] = []
-        while len(taken) < count and not self.exhausted:
+        while len(taken) < left and not self._ended:
             try:
                 taken.append(next(self._iterator))
             except StopIteration:
                 self._ended = True
-            else:
-                self.batches += 1
         return taken
+
+    def advance(self, count: int) -> None:
+        """Count `count` micro-batches as used."""
+        self.batches += count
 
     def finish_epoch(self) -> None:
         """Go to the start of the next epoch."""
