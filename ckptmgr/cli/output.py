@@ -81,10 +81,14 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def show_table(made: Table) -> None:
-    """Print a table on stdout; into a pipe it keeps its full width, so that nothing is cut."""
+    """Print a table on stdout, without columns that are empty all the way; into a pipe it keeps its full width, so that nothing is cut."""
     from rich.console import Console
 
-    Console(soft_wrap=False, width=None if sys.stdout.isatty() else 240, highlight=False).print(made)
+    made.columns = [column for column in made.columns if any(str(cell) for cell in column.cells)]
+    console = Console(width=None if sys.stdout.isatty() else 400, highlight=False)
+    with console.capture() as captured:
+        console.print(made)
+    emit("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
 
 
 @contextlib.contextmanager

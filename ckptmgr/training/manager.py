@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import normalize_url, open_store
 from ckptmgr.backends.retry import PATIENT, RetryPolicy
 from ckptmgr.core.errors import (
@@ -123,6 +124,7 @@ class CheckpointManager:
         on_existing: what a start without restore does on a run that has commits: `refuse` (ConflictError), or `new-lineage`.
         close_timeout_s: how long `close` waits for uploads.
         retry: how patient an upload is with the store.
+        wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class CheckpointManager:
         on_existing: Literal["refuse", "new-lineage"] = "refuse",
         close_timeout_s: float = 600.0,
         retry: RetryPolicy = PATIENT,
+        wrap_backend: Callable[[Backend], Backend] = lambda backend: backend,
     ) -> None:
         if on_existing not in ("refuse", "new-lineage"):
             raise ConfigError(f"on_existing={on_existing!r} is not known", hint="use 'refuse' or 'new-lineage'")
@@ -148,6 +151,7 @@ class CheckpointManager:
         self._on_existing = on_existing
         self._close_timeout_s = close_timeout_s
         self._retry = retry
+        self._wrap_backend = wrap_backend
         self._stop = threading.Event()
         self._parent = _Parent()
         self._session: _Session | None = None
@@ -325,7 +329,8 @@ class CheckpointManager:
 
     def _after_commit(self, stem: Stem) -> None:
         """Retention, in the uploader's thread, after `stem` was committed in the store."""
-        session = self._require_session()
+        session = self._session
+        assert session is not None  # the uploader lives within the session; it may outlast close()
         if is_superseded(session.run, session.attempt):
             logger.warning(
                 "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", session.attempt
@@ -398,7 +403,7 @@ class CheckpointManager:
                 known = LocalTier.open(self.local_dir).run.uuid
             except CheckpointNotFoundError:
                 known = None
-        run = RunDirectory.open_or_create(self.url, uuid=known, fs=fs, root=root)
+        run = RunDirectory.open_or_create(self.url, uuid=known, fs=self._wrap_backend(fs), root=root)
         return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
 
     def _require_session(self) -> _Session:

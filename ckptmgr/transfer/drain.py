@@ -52,10 +52,10 @@ def upload_one(
         entry = tier.journal.read(entry.stem) or entry
         if not entry.is_pending:
             return True
-        logger.info("uploading step %d (%s, %d bytes) to %s", manifest.step, manifest.id, manifest.size_bytes, run.url)
+        logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
         outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
     if isinstance(outcome, Committed):
-        logger.info("committed step %d (%s) to %s", manifest.step, outcome.stem, run.url)
+        logger.info("step %d committed as %s", manifest.step, outcome.stem)
     else:
         logger.warning(
             "step %d (%s) was pruned in %s before its upload ended; dropped", manifest.step, outcome.stem, run.url
