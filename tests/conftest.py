@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +17,7 @@ from ckptmgr.testing.identities import ADMIN
 if TYPE_CHECKING:
     # Importing moto takes longer than most tests; only those that want a server pay for it.
     from ckptmgr.testing.servers import MotoServer, OssServer, WeedServer
+    from ckptmgr.testing.stores import Store
 
 # Port 9 (discard) refuses: a client that was not pointed at a test store fails at once instead of finding a real one.
 _NOWHERE = "http://127.0.0.1:9"
@@ -104,3 +108,54 @@ def _no_faults_left() -> Iterator[None]:
 def bucket_name() -> str:
     """A bucket name that no other test uses; the bucket is not created."""
     return f"bkt-{uuid.uuid4().hex[:12]}"
+
+
+def _make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Store:
+    from ckptmgr.testing.stores import BucketStore, DirectoryStore
+
+    if kind == "local":
+        return DirectoryStore(tmp_path / "store")
+    server = request.getfixturevalue({"s3": "weed_server", "moto": "moto_server", "oss": "oss_server"}[kind])
+    server.create_bucket(bucket)
+    return BucketStore(name=kind, scheme="oss" if kind == "oss" else "s3", server=server, bucket=bucket)
+
+
+@pytest.fixture
+def make_store(
+    request: pytest.FixtureRequest, tmp_path: Path, bucket_name: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Store]:
+    """Makes an empty store of a kind (`local`, `s3` on SeaweedFS, `moto`, `oss`), and points this process and its children at it."""
+
+    def make(kind: str) -> Store:
+        store = _make_store(kind, request, tmp_path, bucket_name)
+        for name, value in store.env.items():
+            monkeypatch.setenv(name, value)
+        return store
+
+    return make
+
+
+@pytest.fixture(params=["local", "s3", "oss"])
+def store(request: pytest.FixtureRequest, make_store: Callable[[str], Store]) -> Store:
+    """An empty store: each test that asks for it runs on local disk, on a real S3 engine, and on the OSS dialect."""
+    return make_store(request.param)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `ckptmgr` as a process of its own, in `tmp_path`, and returns its exit code and output."""
+
+    def run(
+        *arguments: object, env: Mapping[str, str] | None = None, timeout_s: float = 90
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ckptmgr.cli.main", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run
