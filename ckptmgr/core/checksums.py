@@ -96,4 +96,5 @@ def crc64xz_hex(data: bytes) -> str:
 
 def crc64nvme_hex(data: bytes) -> str | None:
     """The CRC that S3 keeps, of `data`: 16 hexadecimal digits; None without awscrt."""
-    return None if _crc64nvme is None else f"{_crc64nvme(data, 0):016x}"
+    nvme = _crc64nvme()
+    return None if nvme is None else f"{nvme(data, 0):016x}"

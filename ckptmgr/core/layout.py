@@ -26,7 +26,7 @@ PARTS = "parts"
 TAGS = "tags"
 UPLOADS = "uploads"
 
-_STEM = re.compile(r"(\d{6,})-(\d{12,})-(\d{6,})-([0-9a-f]{8})")
+_STEM = re.compile(r"([0-9]{6,})-([0-9]{12,})-([0-9]{6,})-([0-9a-f]{8})")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -51,21 +51,20 @@ class Stem:
     def __str__(self) -> str:
         return f"{self.attempt:06d}-{self.step:012d}-{self.seq:06d}-{self.nonce}"
 
-    @classmethod
-    def parse(cls, text: str) -> Stem:
+    @staticmethod
+    def parse(text: str) -> Stem:
         """The stem written as `text`.
 
         Raises:
             ConfigError: `text` is not one.
         """
-        match = _STEM.fullmatch(text)
-        if match is None:
+        stem = parse_stem(text)
+        if stem is None:
             raise ConfigError(
                 f"{text!r} is not a checkpoint id",
                 hint="ids look like 000001-000000000500-000002-9f8e7d6c; see `ckptmgr ls`",
             )
-        attempt, step, seq, nonce = match.groups()
-        return cls(int(attempt), int(step), int(seq), nonce)
+        return stem
 
     @property
     def position(self) -> tuple[int, int]:
@@ -78,8 +77,18 @@ class Stem:
 
 
 def parse_stem(text: str) -> Stem | None:
-    """The stem written as `text`, or None if it is something else (foreign data)."""
-    return Stem.parse(text) if _STEM.fullmatch(text) else None
+    """The stem written as `text`, or None if it is something else (foreign data).
+
+    Only the one way to write a stem counts: `0000001-…` would be read as attempt 1, and then looked for under another key.
+    """
+    match = _STEM.fullmatch(text)
+    if match is None:
+        return None
+    attempt, step, seq, nonce = match.groups()
+    if int(attempt) < 1 or int(seq) < 1:
+        return None
+    stem = Stem(int(attempt), int(step), int(seq), nonce)
+    return stem if str(stem) == text else None
 
 
 def manifest_key(stem: Stem) -> str:
@@ -103,13 +112,13 @@ def attempt_key(number: int) -> str:
 
 
 def attempt_bid_key(number: int, nonce: str) -> str:
-    """A claim on a store without create-only: written beside others', the first in LIST order has won."""
+    """A bid for a number on a store without create-only, beside others' bids; `ckptmgr.core.protocol.claim` says who wins."""
     return f"{ATTEMPTS}/{number:06d}-{nonce}.json"
 
 
 def attempt_number(key: str) -> int | None:
     """The attempt that a key below `attempts/` claims (or bids for); None if it is something else."""
-    match = re.fullmatch(r"(\d{6,})(?:-[0-9a-f]+)?\.json", key.rsplit("/", 1)[-1])
+    match = re.fullmatch(r"([0-9]{6,})(?:-[0-9a-f]+)?\.json", key.rsplit("/", 1)[-1])
     return int(match.group(1)) if match else None
 
 

@@ -36,6 +36,7 @@ from typing import Any, Literal, TypeAlias
 from ckptmgr.core.errors import ConflictError, IntegrityError, ManifestError, ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import (
     ATTEMPTS,
+    MANIFESTS,
     Stem,
     attempt_bid_key,
     attempt_key,
@@ -43,6 +44,7 @@ from ckptmgr.core.layout import (
     data_key,
     data_prefix,
     manifest_key,
+    parse_stem,
 )
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, decode_manifest, encode_closing, encode_manifest
 from ckptmgr.core.records import AttemptRecord, decode_attempt, encode_attempt
@@ -151,7 +153,12 @@ class Dropped:
 
 
 def replicate(
-    manifest: Manifest, *, new_nonce: Callable[[], str], confirmed: Iterable[str] = (), resumed: bool = False
+    manifest: Manifest,
+    *,
+    new_nonce: Callable[[], str],
+    confirmed: Iterable[str] = (),
+    resumed: bool = False,
+    stale_at: str | None = None,
 ) -> Generator[Operation, Any, Committed | Dropped]:
     """Make a locally complete checkpoint durable in the store: data, then the create-only manifest, then the local record.
 
@@ -162,6 +169,8 @@ def replicate(
         new_nonce: draws the nonce of a new stem, needed when gc has closed this one.
         confirmed: paths of `manifest` that the journal says are in the store under its stem.
         resumed: an earlier try may have got further than the journal knows: look before sending.
+        stale_at: the present time, ISO 8601, if the earlier try began so long ago (`is_stale`) that gc may be about to take its name. The
+            name is then closed as gc would do, unless it proves to be committed, or pruned since, and the upload goes on under a new one.
 
     Raises:
         ConflictError: another checkpoint is committed under this stem.
@@ -172,7 +181,16 @@ def replicate(
     while True:
         key = manifest_key(manifest.stem)
         body = encode_manifest(manifest)
-        verdict = _judge((yield Read(key)), manifest, key) if resumed else "absent"
+
+        def judge(found: bytes | None, manifest: Manifest = manifest, key: str = key) -> _Verdict:
+            return _judge(found, manifest, key)
+
+        verdict: _Verdict = "absent"
+        if stale_at is not None:
+            closing = ClosingRecord(stem=manifest.stem, closed="aborted", closed_at=stale_at)
+            verdict = yield from _create_settled(key, encode_closing(closing), judge, won="aborted")
+        elif resumed:
+            verdict = judge((yield Read(key)))
         if verdict == "absent":
             for entry in manifest.files:
                 if entry.path in done:
@@ -181,16 +199,17 @@ def replicate(
                 if not (resumed and (yield IsStored(target, entry))):
                     yield PutFile(target, entry)
                 yield Record("confirmed", manifest.stem, entry.path)
-            verdict = yield from _create_settled(key, body, lambda found, m=manifest, k=key: _judge(found, m, k))  # type: ignore[misc]
+            verdict = yield from _create_settled(key, body, judge, won="own")
         if verdict == "own":
             yield Record("uploaded", manifest.stem)
             return Committed(manifest.stem)
         if verdict == "pruned":
             yield Record("dropped", manifest.stem)
             return Dropped(manifest.stem)
-        # gc took the name (aborted): everything goes again under a new one, which nobody has claimed and nothing was sent to.
+        # gc took the name (aborted), or we gave it up: everything goes again under a new one, which nobody has claimed and nothing was
+        # sent to.
         manifest = manifest.renamed(manifest.stem.renamed(new_nonce()))
-        done, resumed = set(), False
+        done, resumed, stale_at = set(), False, None
         yield Record("renamed", manifest.stem)
 
 
@@ -221,8 +240,10 @@ def _judge(found: bytes | None, manifest: Manifest, key: str) -> _Verdict:
     )
 
 
-def _create_settled(key: str, body: bytes, judge: Callable[[bytes | None], Any]) -> Generator[Operation, Any, Any]:
-    """Create `key`; on a refusal or silence read it back and judge what is there (I3). Returns "own" or the judge's verdict."""
+def _create_settled(
+    key: str, body: bytes, judge: Callable[[bytes | None], str], *, won: str
+) -> Generator[Operation, Any, Any]:
+    """Create `key`; on a refusal or silence read it back and judge what is there (I3). Returns `won` or the judge's verdict."""
     last: TransientBackendError | None = None
     for _ in range(SETTLE_TRIES):
         try:
@@ -232,7 +253,7 @@ def _create_settled(key: str, body: bytes, judge: Callable[[bytes | None], Any])
         except TransientBackendError as exc:
             last = exc
         else:
-            return "own"
+            return won
         verdict = judge((yield Read(key)))
         # Absent after a refusal: the holder was removed in between; after silence: not applied (yet). Its late arrival changes nothing, for
         # a further create of the same bytes is then refused and found to be our own.
@@ -282,7 +303,7 @@ def collect(stem: Stem, *, closed_at: str | None) -> Generator[Operation, Any, b
             return "absent"
         return "own" if isinstance(decode_manifest(found, where=key), ClosingRecord) else "committed"
 
-    if (yield from _create_settled(key, claim, judge)) != "own":
+    if (yield from _create_settled(key, claim, judge, won="own")) != "own":
         return False
     yield from _delete_data(stem)
     return True
@@ -358,21 +379,32 @@ def _open(stem: Stem, run_uuid: str, found: bytes | None) -> Manifest | Unusable
 
 
 def claim(
-    make: Callable[[int, int | None], AttemptRecord], *, create_only: bool, new_nonce: Callable[[], str]
+    make: Callable[[int, int | None], AttemptRecord],
+    *,
+    create_only: bool,
+    new_nonce: Callable[[], str],
+    tries: int = CLAIM_TRIES,
 ) -> Generator[Operation, Any, AttemptRecord]:
     """Claim the next attempt number of a run, against any number of others doing the same.
 
+    The number is above every claimed one and every one that a commit names: a run may have been copied without its claims, and commits of
+    a new attempt that shares a number with old ones would not be told apart from them (I4).
+
     Args:
-        make: the record for (number, the highest number claimed before it); its `claim_id` is unique to this claim.
-        create_only: whether the store decides create-only writes. If not, a bid is written under a name of its own; whoever sees any
-            other claim or bid of that number beside its own withdraws and takes the next.
+        make: the record for (number, the highest number taken before it); its `claim_id` is unique to this claim.
+        create_only: whether the store decides create-only writes. If not, a bid is written under a name of its own; whoever is alone with it
+            has won. Of several, all withdraw and take the next number, but for the first in LIST order, which looks again a few times.
+        tries: how many numbers to try.
 
     Raises:
+        ConflictError: others took every number that was tried.
         TransientBackendError: the store did not answer. A claim may have been left behind; it costs a number, nothing else.
     """
     numbers = [number for key in (yield ListKeys(ATTEMPTS)) if (number := attempt_number(key)) is not None]
+    names = [key.rsplit("/", 1)[-1].removesuffix(".json") for key in (yield ListKeys(MANIFESTS))]
+    numbers.extend(stem.attempt for name in names if (stem := parse_stem(name)) is not None)
     highest = max(numbers, default=None)
-    for number in range((highest or 0) + 1, (highest or 0) + 1 + CLAIM_TRIES):
+    for number in range((highest or 0) + 1, (highest or 0) + 1 + tries):
         record = make(number, highest)
         won = yield from (_claim_created(record) if create_only else _claim_bid(record, new_nonce()))
         if won:
@@ -394,14 +426,23 @@ def _claim_created(record: AttemptRecord) -> Generator[Operation, Any, bool]:
         except ManifestError:
             return "taken"
 
-    return bool((yield from _create_settled(key, encode_attempt(record), judge)) == "own")
+    return bool((yield from _create_settled(key, encode_attempt(record), judge, won="own")) == "own")
 
 
 def _claim_bid(record: AttemptRecord, nonce: str) -> Generator[Operation, Any, bool]:
+    """Bid for the number; True if it is ours.
+
+    Of two bidders, the one whose bid came later sees the other's, unless that was withdrawn; so at most one is ever alone. The first in
+    LIST order may not take the others' word for it that they will go, but may wait until they have, or nobody would get anywhere
+    who starts at the same time as somebody else.
+    """
     bid = attempt_bid_key(record.number, nonce)
     yield Replace(bid, encode_attempt(record))
-    claims = [key for key in (yield ListKeys(ATTEMPTS)) if attempt_number(key) == record.number]
-    if len(claims) == 1:
-        return True
+    for _ in range(SETTLE_TRIES):
+        claims = [key for key in (yield ListKeys(ATTEMPTS)) if attempt_number(key) == record.number]
+        if claims == [bid]:
+            return True
+        if bid != min(claims, default=""):
+            break
     yield Delete(bid)
     return False

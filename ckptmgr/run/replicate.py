@@ -13,7 +13,7 @@ from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Committed, Dropped, Record
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
-from ckptmgr.run.identity import new_nonce, wall_s
+from ckptmgr.run.identity import new_nonce, utc_stamp, wall_s
 from ckptmgr.run.journal import Journal, UploadEntry
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ def replicate(
     Raises:
         CkptmgrError: it is not committed, as far as is known; the journal keeps what was confirmed, and the state `failed` with the reason.
     """
-    if entry.began_at_s is not None and protocol.is_stale(entry.began_at_s, now_s()):
-        logger.info("%s: its upload began too long ago; it goes on under a new name", entry.stem)
-        entry = entry.after(Record("renamed", entry.stem.renamed(new_nonce())))
     resumed = entry.began_at_s is not None
+    stale = entry.began_at_s is not None and protocol.is_stale(entry.began_at_s, now_s())
+    if stale:
+        logger.info("%s: its upload began long ago; unless it was committed it goes on under a new name", entry.stem)
     entry = replace(
         entry, state="uploading", tries=entry.tries + 1, began_at_s=entry.began_at_s or now_s(), target=target.url
     )
@@ -61,7 +61,11 @@ def replicate(
 
     perform = StoreDriver(target, source=source, record=record, moved=moved)
     steps = protocol.replicate(
-        manifest.renamed(entry.remote), new_nonce=new_nonce, confirmed=entry.confirmed, resumed=resumed
+        manifest.renamed(entry.remote),
+        new_nonce=new_nonce,
+        confirmed=entry.confirmed,
+        resumed=resumed,
+        stale_at=utc_stamp() if stale else None,
     )
     try:
         return drive(steps, perform)
