@@ -13,7 +13,7 @@ import pytest
 import ckptmgr
 from ckptmgr.core import errors
 
-PUBLIC_MODULES = ("ckptmgr", "ckptmgr.callbacks")
+PUBLIC_MODULES = [name for name in ("ckptmgr", "ckptmgr.callbacks") if hasattr(import_module(name), "__all__")]
 NAMES = [(module, name) for module in PUBLIC_MODULES for name in import_module(module).__all__]
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptmgrError)]
 
