@@ -233,9 +233,6 @@ class SaveModelCallback(Callback):
         )
         if checkpoint_id is None:
             _log.warning("step %d was not saved: the manager skipped it (%s)", state.global_step, ", ".join(reasons))
-        else:
-            # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
-            _log.info("step %d queued as %s (%s)", state.global_step, checkpoint_id, ", ".join(reasons))
 
     def _close(self) -> None:
         report = self.manager.close(timeout_s=self.close_timeout_s)

@@ -8,7 +8,7 @@ import platform
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.layout import Stem, parse_stem
 from ckptmgr.core.manifest import FileEntry, How, Manifest
-from ckptmgr.core.policies import SavePolicy
+from ckptmgr.core.policies import Memory, Moment, SavePolicy
 from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run import prune
@@ -43,6 +43,7 @@ from ckptmgr.training.ranks import is_main_process, world_size
 from ckptmgr.transfer.uploader import Uploader, UploadStatus
 
 logger = logging.getLogger(__name__)
+_MEMORY = "save_policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ class CheckpointManager:
         self._parent = _Parent()
         self._session: _Session | None = None
         self._closed = False
-        self._memory: Mapping[str, Any] = {}
+        self._memory: Memory = {}
 
     # --- restoring --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class CheckpointManager:
         resumed = self._fetch(selector)
         if resumed is None:
             return None
-        report = training_state.restore(resumed.directory, state, strict=strict)
+        report = self._load(resumed.directory, state, strict=strict)
         shutil.rmtree(resumed.directory.parent, ignore_errors=True)
         logger.info(
             "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
@@ -191,6 +192,20 @@ class CheckpointManager:
             source=resumed.source,
             report=report,
             skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
+        )
+
+    def _load(self, directory: Path, state: Mapping[str, Any], *, strict: bool) -> training_state.RestoreReport:
+        """Load the pieces of `state`, and this manager's own memory if a plain loop's `should_save` had one."""
+        remembers = (directory / f"{_MEMORY}.json").is_file() and _MEMORY not in state
+        pieces = {**state, _MEMORY: {}} if remembers else state
+        report = training_state.restore(directory, pieces, strict=strict)
+        if not remembers:
+            return report
+        self._memory = report.values[_MEMORY]
+        return replace(
+            report,
+            restored=tuple(name for name in report.restored if name != _MEMORY),
+            values={name: value for name, value in report.values.items() if name != _MEMORY},
         )
 
     def resume_path(self, selector: str = "latest") -> Path | None:
@@ -263,13 +278,21 @@ class CheckpointManager:
         logger.info("attempt %d of %s begins (%s)", attempt.number, self.url, _origin(parent))
         uploader.notify()
 
-    def should_save(self, moment: Any) -> tuple[str, ...]:
-        """The reasons of the save policy for a moment (`StepEnded(step=…)`, `Evaluated(…)`, `EpochEnded(…)`), for a plain loop."""
+    def should_save(self, moment: Moment) -> tuple[str, ...]:
+        """Why to save now, by the save policy; empty if not. For a plain loop; trainers use `SaveModelCallback`.
+
+        What the policy remembers is saved and restored with the state, so that a resumed loop decides as an uninterrupted one.
+
+        Args:
+            moment: `StepEnded(step=…)`, `Evaluated(step=…, metrics=…)` or `EpochEnded(step=…, epoch=…)`.
+        """
         if self.save_policy is None:
             return ()
         decision = self.save_policy.decide(moment, self._memory)
         self._memory = decision.memory
-        return tuple(decision.reasons)
+        for notice in decision.notices:
+            logger.warning("%s", notice)
+        return decision.reasons
 
     def save(
         self,
@@ -301,7 +324,7 @@ class CheckpointManager:
             return None
         self.begin()
         session = self._require_session()
-        snapshot = training_state.capture(state)
+        snapshot = training_state.capture({**state, _MEMORY: dict(self._memory)} if self._memory else state)
         stem = Stem(session.attempt, step, session.seq, new_nonce())
         session.seq += 1
         prepared = session.tier.prepare(stem)
@@ -321,6 +344,8 @@ class CheckpointManager:
                 producer=_producer(),
             )
             session.tier.commit(manifest, prepared, target=session.run.url)
+            # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
+            logger.info("step %d queued: %s (%s)", step, manifest.id, ", ".join(manifest.reasons))
         except BaseException:
             session.tier.discard(prepared)
             raise
