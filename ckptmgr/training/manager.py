@@ -258,6 +258,15 @@ class CheckpointManager:
             return
         run, tier = self._open()
         tier.hold()
+        try:
+            self._session = self._claim(run, tier, resume_from)
+        except BaseException:
+            tier.release()
+            raise
+        self._session.uploader.notify()
+
+    def _claim(self, run: RunDirectory, tier: LocalTier, resume_from: Path | None) -> _Session:
+        """Look, refuse what would go wrong, claim an attempt, and tidy the tier, which nobody else is using."""
         if resume_from is not None:
             self._parent = _parent_of(resume_from, run, tier)
         history = merged(*look(run, tier))
@@ -270,13 +279,14 @@ class CheckpointManager:
         tier.note_attempt(attempt)
         for name in tier.clean():
             logger.info("removed %s, which an earlier process left half written", name)
-        stems = [*history.manifests, *history.broken, *history.closed]
-        uploader = Uploader(tier, run, stop=self._stop, committed=self._after_commit)
-        self._session = _Session(
-            run=run, tier=tier, uploader=uploader, attempt=attempt.number, seq=next_seq(stems, attempt.number)
-        )
         logger.info("attempt %d of %s begins (%s)", attempt.number, self.url, _origin(parent))
-        uploader.notify()
+        return _Session(
+            run=run,
+            tier=tier,
+            uploader=Uploader(tier, run, stop=self._stop, committed=self._after_commit),
+            attempt=attempt.number,
+            seq=next_seq([*history.manifests, *history.broken, *history.closed], attempt.number),
+        )
 
     def should_save(self, moment: Moment) -> tuple[str, ...]:
         """Why to save now, by the save policy; empty if not. For a plain loop; trainers use `SaveModelCallback`.
