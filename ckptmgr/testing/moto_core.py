@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import threading
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -40,18 +41,6 @@ _AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=raw/20260101/us-east-1/s3/aws4_req
 # The two dialects have different limits (S3: 5 MiB, OSS: 100 KiB) and share this module's state, so they enforce their own.
 moto_models.S3_UPLOAD_PART_MIN_SIZE = 0  # type: ignore[attr-defined]
 
-_unlocked_etag = vars(moto_models.FakeKey)["etag"].fget
-
-
-def _etag(key: Any) -> str:
-    # moto reads the object's only file position here without the lock that its own readers hold, so a GET at the same moment
-    # gives the object a wrong ETag for good.
-    with key.lock:
-        return str(_unlocked_etag(key))
-
-
-moto_models.FakeKey.etag = property(_etag)  # type: ignore[assignment,method-assign,misc,unused-ignore]
-
 
 class QuietRequestHandler(MotoRequestHandler):  # type: ignore[misc,unused-ignore]
     """Serves a test store without a line on stderr per request."""
@@ -64,12 +53,15 @@ class QuietRequestHandler(MotoRequestHandler):  # type: ignore[misc,unused-ignor
 
 
 class MotoCore:
-    """One private set of buckets in moto, kept in this process's memory."""
+    """One private set of buckets in moto, kept in this process's memory. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._app = create_backend_app("s3")
         self._app.config["PROPAGATE_EXCEPTIONS"] = True
         self._tag = f"{uuid.uuid4().hex[:10]}-"
+        # moto walks its dictionaries and moves an object's only file position without locks: a listing beside a write fails,
+        # and a read beside a write can give an object a wrong ETag for good.
+        self._one_at_a_time = threading.RLock()
 
     def call(
         self,
@@ -89,7 +81,8 @@ class MotoCore:
         if "x-amz-copy-source" in sent:
             sent["x-amz-copy-source"] = self._tag + sent["x-amz-copy-source"].lstrip("/")
         try:
-            chunks, status, received = run_wsgi_app(self._app, _environ(request, sent), buffered=True)
+            with self._one_at_a_time:
+                chunks, status, received = run_wsgi_app(self._app, _environ(request, sent), buffered=True)
         except KeyError:
             # moto 5.2: a part for an unknown or aborted upload, which S3 answers with 404, is a KeyError.
             if "uploadId" not in request.query:
@@ -126,13 +119,16 @@ class MotoCore:
 
     def part_sizes(self, bucket: str, upload_id: str) -> dict[int, int]:
         """Size in bytes of every part that an upload has so far; empty when there is no such upload."""
-        upload = self._upload(bucket, upload_id)
-        return {number: part.contentsize for number, part in upload.parts.items()} if upload else {}
+        with self._one_at_a_time:
+            upload = self._upload(bucket, upload_id)
+            return {number: part.contentsize for number, part in upload.parts.items()} if upload else {}
 
     def joined_parts(self, bucket: str, upload_id: str, numbers: Sequence[int]) -> bytes:
         """The bytes that these parts amount to; parts that are not there add nothing."""
-        upload = self._upload(bucket, upload_id)
-        return b"".join(upload.parts[number].value for number in numbers if number in upload.parts) if upload else b""
+        with self._one_at_a_time:
+            upload = self._upload(bucket, upload_id)
+            parts = upload.parts if upload is not None else {}
+            return b"".join(parts[number].value for number in numbers if number in parts)
 
     def flip_bit(self, bucket: str, key: str, offset: int) -> None:
         """Change one bit of a stored object and nothing else: its ETag, its checksum and its date stay as they are.
@@ -141,13 +137,13 @@ class MotoCore:
             KeyError: no such object.
             IndexError: it is not that long.
         """
-        model = self._bucket(bucket)
-        stored = model.keys.get(key) if model is not None else None
-        if stored is None:
-            raise KeyError(f"{bucket}/{key}")
-        # moto computes the ETag when it is first asked for, which must be before the damage.
-        assert stored.etag
-        with stored.lock:
+        with self._one_at_a_time:
+            model = self._bucket(bucket)
+            stored = model.keys.get(key) if model is not None else None
+            if stored is None:
+                raise KeyError(f"{bucket}/{key}")
+            # moto computes the ETag when it is first asked for, which must be before the damage.
+            assert stored.etag
             stored._value_buffer.seek(offset)
             damaged = stored._value_buffer.read(1)[0] ^ 1
             stored._value_buffer.seek(offset)

@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ckptmgr.testing.identities import Identity
 _START_LIMIT_S = 60.0
 _TRIES = 4
 _PROBE_BUCKET = "ckptmgr-probe"
+_SERVICES = ("s3", "master", "volume", "filer")
 
 # Runs weed until our end of standard input closes, in whatever way this process dies, and removes what it left then.
 _SUPERVISOR = """
@@ -33,6 +35,7 @@ directory=$1; sockets=$2; shift 2
 exec 3<&0
 "$@" 3<&- </dev/null &
 weed=$!
+echo $weed >pid
 { cat <&3 >/dev/null; kill -9 $weed 2>/dev/null; rm -rf "$directory" $sockets; } &
 exec 3<&-
 wait $weed
@@ -47,7 +50,10 @@ class WeedProcess:
     """
 
     def __init__(self, *, identities: Sequence[Identity]) -> None:
-        self._identities = tuple(identities)
+        # Nobody else's: on a port that another weed was faster to take, that one must not answer for ours.
+        probe = uuid.uuid4().hex
+        self._probe = Identity(name="probe", access_key=f"probe-{probe[:12]}", secret_key=probe)
+        self._identities = (*identities, self._probe)
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._ports: list[int] = []
@@ -69,8 +75,7 @@ class WeedProcess:
         log = ""
         for _ in range(_TRIES):
             if self._directory is None:
-                self._ports = _free_ports(8)
-                self._ports[0] = port or self._ports[0]
+                self._ports = self._choose_ports(port)
                 self._directory = self._prepare()
             self._spawn(program, self._directory)
             url = f"http://127.0.0.1:{self._ports[0]}"
@@ -85,21 +90,28 @@ class WeedProcess:
         raise RuntimeError(f"weed did not come up on 127.0.0.1; the end of its log: {log}")
 
     def stop(self) -> None:
-        """Kill the whole process group; the data stays for the next `start`. May be called twice."""
+        """Kill weed and its supervisor; the data stays for the next `start`. May be called twice."""
         process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-            if process.stdin is not None:
-                process.stdin.close()
-            # weed is a grandchild, so its end cannot be waited for; its ports are what the next start needs.
-            _wait_until_refused(self._ports)
-            for path in _sockets(self._ports):
-                Path(path).unlink(missing_ok=True)
+        if process is None or self._directory is None:
+            return
+        # First weed alone: its parent, the supervisor, ends once it is reaped, and then its ports and files are free.
+        pid_file = self._directory / "pid"
+        if process.poll() is None and pid_file.exists():
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(pid_file.read_text()), signal.SIGKILL)
+                process.wait(30)
+        # The number may be somebody else's when this is called again.
+        pid_file.unlink(missing_ok=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        if process.stdin is not None:
+            process.stdin.close()
+        for path in _sockets(self._ports):
+            Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Kill the whole process group and remove the data. May be called twice."""
+        """Kill weed and its supervisor and remove the data. May be called twice."""
         self.stop()
         directory, self._directory = self._directory, None
         if directory is not None:
@@ -128,6 +140,11 @@ class WeedProcess:
             config=config,
         )
 
+    @staticmethod
+    def _choose_ports(port: int) -> list[int]:
+        ports = free_ports(len(_SERVICES) * 2)
+        return [port, *ports[1:]] if port else ports
+
     def _prepare(self) -> Path:
         directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-"))
         (directory / "data").mkdir()
@@ -137,8 +154,7 @@ class WeedProcess:
         return directory
 
     def _spawn(self, program: str, directory: Path) -> None:
-        names = ("s3.port", "master.port", "volume.port", "filer.port")
-        grpc = (f"{name}.grpc" for name in names)
+        names = [f"{service}.port{kind}" for kind in ("", ".grpc") for service in _SERVICES]
         arguments = [
             "server",
             "-dir=data",
@@ -158,7 +174,7 @@ class WeedProcess:
             "-master.peers=none",
             "-master.volumeSizeLimitMB=1024",
             "-volume.max=1000",
-            *(f"-{name}={port}" for name, port in zip((*names, *grpc), self._ports, strict=True)),
+            *(f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)),
         ]
         with (directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -193,7 +209,7 @@ class WeedProcess:
             pause.wait(0.05)
         from botocore.exceptions import BotoCoreError, ClientError
 
-        client = self.client(url, self._identities[0])
+        client = self.client(url, self._probe)
         try:
             while self._process.poll() is None and time.monotonic() < deadline_s:
                 # The gateway listens before filer and volume server have found each other; only a PUT proves it.
@@ -240,28 +256,14 @@ def _weed_identity(identity: Identity) -> dict[str, Any]:
 
 def _sockets(ports: Sequence[int]) -> list[str]:
     """The Unix sockets that weed makes beside its ports, in a fixed place, and leaves behind when it is killed."""
-    names = ("s3", "filer", *(f"{service}-grpc" for service in ("s3", "master", "volume", "filer")))
+    names = ("s3", "filer", *(f"{service}-grpc" for service in _SERVICES))
     return [f"/tmp/seaweedfs-{name}-{port}.sock" for name in names for port in ports]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody uses now, all different; held open together while they are chosen."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def _wait_until_refused(ports: Sequence[int]) -> None:
-    deadline_s = time.monotonic() + 10
-    pause = threading.Event()
-    for port in ports:
-        while time.monotonic() < deadline_s:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            except ConnectionRefusedError:
-                break
-            except OSError:
-                pass
-            pause.wait(0.01)

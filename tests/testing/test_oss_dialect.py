@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -259,6 +260,32 @@ class TestCreateOnly:
         for key, of_key in zip(keys, zip(*outcomes, strict=True), strict=True):
             assert sorted(of_key) == ["FileAlreadyExists"] * 7 + ["won"]
             assert oss_server.raw_get(bucket.bucket_name, key) == b"writer %d" % of_key.index("won")
+
+    def test_looking_and_writing_are_one(
+        self, bucket: Any, oss_server: OssServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two writers that may both look before either writes: the second one must not have looked yet."""
+        call, both_looked = oss_server.app.core.call, threading.Barrier(2)
+
+        def slow_look(method: str, *args: Any, **kwargs: Any) -> Any:
+            reply = call(method, *args, **kwargs)
+            if method == "HEAD":
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    both_looked.wait(0.5)
+            return reply
+
+        def write(data: bytes) -> str:
+            try:
+                bucket.put_object("fo/1", data, headers=FORBID)
+            except exceptions.OssError as error:
+                return str(error.code)
+            return "won"
+
+        monkeypatch.setattr(oss_server.app.core, "call", slow_look)
+        with ThreadPoolExecutor(2) as pool:
+            outcomes = list(pool.map(write, [b"0", b"1"]))
+        assert sorted(outcomes) == ["FileAlreadyExists", "won"]
+        assert oss_server.raw_get(bucket.bucket_name, "fo/1") == b"%d" % outcomes.index("won")
 
     def test_copy_does_not_overwrite(self, bucket: Any, oss_server: OssServer) -> None:
         bucket.put_object("a", b"new")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import MissingExtraError
-from ckptmgr.testing import weed
 from ckptmgr.testing.servers import MotoServer, StoreServer, WeedServer
 
 boto3 = pytest.importorskip("boto3", exc_type=ImportError)
@@ -213,6 +206,33 @@ class TestConditions:
         assert set(outcomes) <= {"won", "PreconditionFailed", "ConditionalRequestConflict"}
         assert server.raw_get(bucket_name, "race") == b"writer %d" % outcomes.index("won")
 
+    def test_looking_and_writing_are_one(
+        self, moto_server: MotoServer, bucket_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two writers that may both look before either writes: the second one must not have looked yet."""
+        moto_server.create_bucket(bucket_name)
+        s3, call, both_looked = connect(moto_server), moto_server.app.core.call, threading.Barrier(2)
+
+        def slow_look(method: str, *args: Any, **kwargs: Any) -> Any:
+            reply = call(method, *args, **kwargs)
+            if method == "HEAD":
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    both_looked.wait(0.5)
+            return reply
+
+        def write(data: bytes) -> str:
+            try:
+                s3.put_object(Bucket=bucket_name, Key="a", Body=data, IfNoneMatch="*")
+            except ClientError as error:
+                return str(error.response["Error"]["Code"])
+            return "won"
+
+        monkeypatch.setattr(moto_server.app.core, "call", slow_look)
+        with ThreadPoolExecutor(2) as pool:
+            outcomes = list(pool.map(write, [b"0", b"1"]))
+        assert sorted(outcomes) == ["PreconditionFailed", "won"]
+        assert moto_server.raw_get(bucket_name, "a") == b"%d" % outcomes.index("won")
+
 
 class TestLimits:
     def test_a_part_of_an_unknown_upload(self, s3: Any, bucket_name: str) -> None:
@@ -280,26 +300,6 @@ class TestWeed:
         s3 = connect(weed_server, secret="wrong")
         assert refusal(s3.put_object, Bucket=bucket_name, Key="a", Body=b"x") == (403, "SignatureDoesNotMatch")
 
-    def test_stop_and_start_keep_the_data_and_close_removes_it(self) -> None:
-        with WeedServer() as server:
-            server.create_bucket("bkt")
-            server.raw_put("bkt", "a", b"x" * 100_000)
-            url, directory = server.url, server._process._directory
-            assert directory is not None
-            server.stop()
-            with pytest.raises(OSError, match="refused"):
-                urllib.request.urlopen(url, timeout=5)
-            server.start()
-            assert server.url == url
-            assert server.raw_get("bkt", "a") == b"x" * 100_000
-        assert not directory.exists()
-
-    def test_a_missing_program_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(MissingExtraError, match=r"pip install 'ckptmgr\[testing\]'"):
-            weed.find_weed()
-
 
 class TestDamage:
     def test_a_flipped_bit_changes_nothing_else(self, moto_server: MotoServer, bucket_name: str) -> None:
@@ -315,69 +315,3 @@ class TestDamage:
         ]
         with pytest.raises(KeyError):
             moto_server.raw_flip_bit(bucket_name, "nope")
-
-
-class TestCommandLine:
-    @staticmethod
-    def start(kind: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-        command = [sys.executable, "-m", "ckptmgr.testing.servers", kind, "--bucket", "bkt"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        return process, json.loads(process.stdout.readline())
-
-    @staticmethod
-    def is_up(url: str) -> bool:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except OSError as error:
-            return hasattr(error, "status")
-        return True
-
-    @pytest.mark.parametrize(("kind", "end"), [("moto", "eof"), ("oss", "sigterm"), ("weed", "sigterm")])
-    def test_it_serves_until_it_is_told_to_end(self, kind: str, end: str) -> None:
-        process, facts = self.start(kind)
-        try:
-            assert self.is_up(facts["url"])
-            name = "OSS_ENDPOINT" if kind == "oss" else "AWS_ENDPOINT_URL"
-            assert facts["env"][name] == facts["url"]
-            assert facts["pid"] == process.pid
-            if end == "eof":
-                assert process.stdin is not None
-                process.stdin.close()
-            else:
-                process.send_signal(signal.SIGTERM)
-            assert process.wait(DEADLINE_S) == 0
-            assert not self.is_up(facts["url"])
-        finally:
-            _put_away(process)
-
-    def test_the_bucket_can_be_used_with_the_printed_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        process, facts = self.start("moto")
-        try:
-            for name, value in facts["env"].items():
-                monkeypatch.setenv(name, value)
-            s3 = boto3.session.Session().client("s3")
-            s3.put_object(Bucket="bkt", Key="a", Body=b"x")
-            assert s3.get_object(Bucket="bkt", Key="a")["Body"].read() == b"x"
-        finally:
-            _put_away(process)
-
-    def test_weed_does_not_outlive_a_killed_server(self) -> None:
-        process, facts = self.start("weed")
-        try:
-            process.kill()
-            process.wait(DEADLINE_S)
-            deadline_s = time.monotonic() + DEADLINE_S
-            while self.is_up(facts["url"]) and time.monotonic() < deadline_s:
-                pass
-            assert not self.is_up(facts["url"])
-        finally:
-            _put_away(process)
-
-
-def _put_away(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait(DEADLINE_S)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
