@@ -192,10 +192,22 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         """Remove the directory at `path` if it is empty. Nothing to do where directories are only prefixes of keys."""
 
     def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove the object(s) at `path` and, with `recursive`, everything below."""
+        """Remove the object(s) at `path`; with `recursive` everything below too, and the directories that become empty."""
         roots = [path] if isinstance(path, str) else list(path)
-        below = [name for root in roots for name in self.find(root, maxdepth=maxdepth)] if recursive else []
-        self.rm_files([*below, *roots])
+        if not recursive:
+            self.rm_files(roots)
+            return
+        records = {name: record for root in roots for name, record in self._below(root, maxdepth).items()}
+        files = [name for name, record in records.items() if record["type"] == "file"]
+        self.rm_files([*files, *(root for root in roots if self.isfile(root))])
+        # The deepest first: only an empty directory can be removed.
+        for directory in sorted({*records, *roots} - set(files), key=len, reverse=True):
+            self.rmdir(directory)
+
+    def _below(self, path: str, maxdepth: int | None) -> dict[str, dict[str, Any]]:
+        found = self.find(path, maxdepth=maxdepth, withdirs=True, detail=True)
+        assert isinstance(found, dict)
+        return found
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether an object or a prefix is at `path`. Unlike fsspec's own, a failed look-up raises instead of saying no (I7)."""

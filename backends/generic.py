@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from ckptmgr.backends.base import Backend, Capabilities, CrcKind, WriteMode
 from ckptmgr.backends.localfile import SourceFile, open_target, write_all
@@ -31,6 +32,7 @@ from ckptmgr.core.errors import (
 )
 
 _BLOCK_BYTES = 4 << 20
+_WHOLE_BYTES = 64 << 20
 # Filesystems of this process alone: a lock here decides a create among all writers there are.
 _IN_PROCESS = ("memory",)
 # Filesystems whose `pipe_file(mode="create")` is decided by the store (s3fs sends If-None-Match, gcsfs a generation match).
@@ -99,23 +101,41 @@ class GenericBackend(Backend):
         expected: Digests | None = None,
         **kwargs: Any,
     ) -> None:
-        """As the contract, except that a source found changed after its last byte was sent leaves nothing at `rpath` only by removal."""
+        """Files of up to 64 MiB go up in one call. Larger ones are streamed: all or nothing where the filesystem buffers uploads, as those
+        of object stores do; elsewhere readers may see a part of the file, and after a failure it is removed."""
         rpath = self._strip_protocol(rpath)
-        with SourceFile(lpath, expected) as source, self._errors("put_file", rpath):
-            if mode == "create" and self._type_at(rpath) is not None:
-                raise FileExistsError(errno.EEXIST, "exists already", rpath)
-            self._make_parent(rpath)
-            stream = self.inner.open(rpath, "wb")
-            try:
-                for block in source.blocks(_BLOCK_BYTES):
-                    stream.write(block)
-                    if callback is not None:
-                        callback.relative_update(len(block))
+        with SourceFile(lpath, expected) as source:
+            if source.size <= _WHOLE_BYTES or self.kind in _IN_PROCESS:
+                data = source.digest_at(0, source.size)
                 source.finish()
-            except BaseException:
-                _discard(stream)
-                raise
-            stream.close()
+                self.pipe_file(rpath, data, mode)
+                if callback is not None:
+                    callback.relative_update(len(data))
+                return
+            with self._errors("put_file", rpath):
+                if mode == "create" and self._type_at(rpath) is not None:
+                    raise FileExistsError(errno.EEXIST, "exists already", rpath)
+                self._make_parent(rpath)
+                self._stream_up(source, rpath, callback)
+
+    def _stream_up(self, source: SourceFile, rpath: str, callback: Any) -> None:
+        stream = self.inner.open(rpath, "wb")
+        try:
+            for block in source.blocks(_BLOCK_BYTES):
+                stream.write(block)
+                if callback is not None:
+                    callback.relative_update(len(block))
+            source.finish()
+        except BaseException:
+            if isinstance(stream, AbstractBufferedFile):
+                # Closing it, which the garbage collector does too, would make the object.
+                stream.discard()
+                stream.closed = True
+            else:
+                stream.close()
+                self.rm_file(rpath)
+            raise
+        stream.close()
 
     def _make_parent(self, path: str) -> None:
         parent = path.rpartition("/")[0]
@@ -250,11 +270,3 @@ def _record(info: dict[str, Any]) -> dict[str, Any]:
         if value is not None:
             record[ours] = value.timestamp() if hasattr(value, "timestamp") else value
     return record
-
-
-def _discard(stream: Any) -> None:
-    """Drop a file that was opened for writing, so that it never becomes visible."""
-    if hasattr(stream, "discard"):
-        stream.discard()
-    # A buffered fsspec file uploads what it holds when it is closed, also by the garbage collector.
-    stream.closed = True
