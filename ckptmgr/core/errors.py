@@ -29,7 +29,8 @@ from typing import Any
 
 def _rebuild(cls: type[CkptmgrError], message: str, facts: dict[str, Any]) -> CkptmgrError:
     error = cls(message)
-    error.__dict__.update(facts)
+    for name, value in facts.items():
+        setattr(error, name, value)
     return error
 
 
@@ -51,6 +52,7 @@ class CkptmgrError(Exception):
     def __init__(self, message: str = "", *, hint: str = "", **facts: Any) -> None:
         super().__init__(message)
         self.message = message
+        self._facts = tuple(facts)
         if hint:
             self.hint = hint
         for name, value in facts.items():
@@ -60,7 +62,9 @@ class CkptmgrError(Exception):
         return f"{self.message} - {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, dict(self.__dict__))
+        # A fact with the name of a builtin base's own attribute (`path` of ImportError, `filename` of OSError) is not in __dict__.
+        facts = {**self.__dict__, **{name: getattr(self, name) for name in self._facts}}
+        return _rebuild, (type(self), self.message, facts)
 
 
 class ConfigError(CkptmgrError, ValueError):

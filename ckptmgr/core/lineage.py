@@ -32,12 +32,15 @@ def spans(attempts: Mapping[int, AttemptRecord], committed_attempts: Iterable[in
 
     Args:
         attempts: every claimed attempt by number; a number whose record cannot be read may be left out.
-        committed_attempts: attempts that commits name. One without a record (a copied run, a record lost by hand) still counts
-            as claimed, as an automatic continuation of the highest one before it.
+        committed_attempts: attempts that commits name. One without a record (a copied run, a record lost by hand), or that only another
+            record names as its parent, still counts as claimed, as an automatic continuation of the highest one before it.
     """
     known = dict(attempts)
     for committed in committed_attempts:
         known.setdefault(committed, AttemptRecord(number=committed, how="auto"))
+    for record in attempts.values():
+        if record.parent is not None and record.parent.attempt < record.number:
+            known.setdefault(record.parent.attempt, AttemptRecord(number=record.parent.attempt, how="auto"))
     chain: list[Span] = []
     bound: tuple[int, int] | None = None
     number: int | None = max(known, default=None)
