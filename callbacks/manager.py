@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from ckptmgr.callbacks.base import ARGUMENTS, EVENTS, Callback, Priority, name_of
-from ckptmgr.core.errors import ConfigError, IncompatibleStateError
+from ckptmgr.core.errors import CkptmgrError, ConfigError, IncompatibleStateError
 
 _log = logging.getLogger(__name__)
 
@@ -188,9 +188,11 @@ class CallbackManager(Callback):
         try:
             _take_flags(_invoke(hook, arguments), arguments.get("control"))
         except Exception as error:
-            self._record_failure(entry, event, arguments.get("state"), error)
             if _is_critical(entry.callback, event):
+                # Not logged as well: whoever ends the training by it shows it.
+                entry.failures += 1
                 raise
+            self._record_failure(entry, event, arguments.get("state"), error)
         finally:
             self._record_time(entry, event, started)
 
@@ -200,14 +202,16 @@ class CallbackManager(Callback):
         # All are counted; one that fails at every step must not fill the log: the first three, then 4, 8, 16, …
         if count <= 3 or count & (count - 1) == 0:
             step = getattr(state, "global_step", "?")
+            # Our own errors say what to do, in one line; of any other one the place matters.
+            ours = isinstance(error, CkptmgrError)
             _log.error(
-                "callback %s failed in %s at step %s (failure %d): %r",
+                "callback %s failed in %s at step %s (failure %d), training goes on: %s",
                 entry.name,
                 event,
                 step,
                 count,
-                error,
-                exc_info=error,
+                str(error) if ours else repr(error),
+                exc_info=None if ours else error,
             )
 
     def _record_time(self, entry: _Entry, event: str, started: float) -> None:

@@ -158,12 +158,23 @@ def test_repeated_failures_are_counted_but_do_not_fill_the_log(caplog: pytest.Lo
     assert len(caplog.records) == 3 + 8  # 1, 2, 3, then 4, 8, …, 512
 
 
-def test_a_critical_callback_raises() -> None:
-    """What a critical callback raises ends the training."""
+def test_an_error_of_ours_is_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    """No traceback: the message is complete."""
+    step_end(CallbackManager([Raises(ConfigError("the url is wrong", hint="use s3://bucket/run"))]))
+    (record,) = caplog.records
+    assert record.getMessage().endswith("the url is wrong - use s3://bucket/run")
+    assert record.exc_info is None
+
+
+def test_a_critical_callback_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """What a critical callback raises ends the training, and is counted; who ends it shows it."""
     callback = Raises(RuntimeError("stop here"))
     callback.critical = True
+    manager = CallbackManager([callback])
     with pytest.raises(RuntimeError, match="stop here"):
-        step_end(CallbackManager([callback]))
+        step_end(manager)
+    assert manager.failures == {"Raises": 1}
+    assert caplog.records == []
 
 
 def test_a_callback_may_be_critical_for_one_event_only() -> None:
