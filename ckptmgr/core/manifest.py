@@ -305,7 +305,11 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest | ClosingRecord:
                 f"{where} is closed as {closed!r}, which this version does not know", hint="upgrade ckptmgr", key=where
             )
         return ClosingRecord(stem=_stem_of(document, where), closed=closed, closed_at=document.get("closed_at"))
-    if document.get("digest") != _own_digest(document):
+    try:
+        is_intact = document.get("digest") == _own_digest(document)
+    except RecursionError:  # nested deeper than we can write, so it was not we who wrote it
+        is_intact = False
+    if not is_intact:
         raise ManifestError(
             f"{where} does not match its own digest: it was truncated or edited",
             hint="verify the store's copy; resume falls back to an older checkpoint",
@@ -361,8 +365,8 @@ def decode_record(data: bytes, *, where: str) -> dict[str, Any]:
         ManifestError: not such a record.
     """
     try:
-        document = json.loads(data)
-    except ValueError as exc:
+        document = json.loads(data, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as exc:
         raise ManifestError(
             f"{where} is not JSON ({len(data)} bytes: {exc})",
             hint="it was truncated or written by something else",
@@ -385,6 +389,14 @@ def decode_record(data: bytes, *, where: str) -> dict[str, Any]:
             version=version,
         )
     return document
+
+
+def _finite(text: str) -> float:
+    """A number of JSON proper; Python would also read NaN, Infinity and 1e999, and then not write them again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number in JSON")
+    return value
 
 
 def convert_record(document: Mapping[str, Any], shape: type[Any], where: str) -> Any:
