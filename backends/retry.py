@@ -8,6 +8,7 @@ Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("ckptmgr.backends")
+
+# Not the global generator (nor tenacity's waits, which use it): a retry beside a training would move the training's random numbers, and
+# ranks that seeded alike would come back together.
+_JITTER = random.Random()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +115,10 @@ class Retrier:
                 or spent + asked > self.policy.deadline_s
             )
 
-        jitter = tenacity.wait_random_exponential(multiplier=self.policy.base_s, max=self.policy.cap_s)
-
         def wait(state: RetryCallState) -> float:
             left = max(0.0, self.policy.deadline_s - (self._clock() - started))
-            return min(max(jitter(state), _asked_for(state)), left)
+            upper = min(self.policy.cap_s, self.policy.base_s * 2.0 ** min(state.attempt_number - 1, 64))
+            return min(max(_JITTER.uniform(0.0, upper), _asked_for(state)), left)
 
         def log_retry(state: RetryCallState) -> None:
             wait_s = state.next_action.sleep if state.next_action else 0.0
