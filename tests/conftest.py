@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -97,11 +100,10 @@ def weed_server(_no_real_cloud: None) -> Iterator[WeedServer]:
 def _no_faults_left() -> Iterator[None]:
     """A test that fails under a fault leaves it to nobody; every test starts with an empty log."""
     for server in _with_faults:
-        server.log.clear()
+        server.reset()
     yield
     for server in _with_faults:
-        server.faults.clear()
-        server.app.live_tokens = None
+        server.reset()
 
 
 @pytest.fixture
@@ -157,5 +159,33 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             timeout=timeout_s,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def cli_here(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As `cli`, but in this process, without the time that an interpreter takes to start: for tests of many commands."""
+    from ckptmgr.cli.main import run as execute
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = [*map(str, arguments)]
+        out, err = io.StringIO(), io.StringIO()
+        root = logging.getLogger()
+        handlers, level = root.handlers[:], root.level
+        # The command line installs a handler of its own and closes those it finds: pytest's.
+        root.handlers = []
+        try:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(err),
+            ):
+                patch.chdir(tmp_path)
+                code = execute(words)
+        finally:
+            root.handlers = handlers
+            root.setLevel(level)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     return run
