@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 When = Literal["before", "after"]
+HoldAt = Literal["before", "after", "body"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Fault:
     """Which requests fail, and how. Without a selector it is for every request.
 
     Several effects combine, in this order: `latency_s`, `hold="before"`, `drop="before"`, `corrupt_request`, `status` (the
-    operation is *not* applied) or the operation itself, `hold="after"`, `drop="after"`, `corrupt`, `cut_body`.
+    operation is *not* applied) or the operation itself, `hold="after"`, `drop="after"`, `corrupt`, `hold="body"`, `cut_body`.
 
     Attributes:
         method: only this method; None for all.
@@ -58,9 +59,11 @@ class Fault:
             some failures of CompleteMultipartUpload and CopyObject in the body of a 200.
         code: the error code in that body ("SlowDown", "InternalError", "ExpiredToken", "RequestTimeTooSkewed", …).
         message: the message in that body.
+        document: this body instead, as it is (a DeleteResult that names keys which could not be deleted).
         retry_after_s: adds a Retry-After header, whole seconds.
         latency_s: wait this long first; when the server stops meanwhile, the connection is reset.
-        hold: stop the request until `ActiveFault.release()`: "before" it is applied, or "after" it was applied, without an answer.
+        hold: stop the request until `ActiveFault.release()`: "before" it is applied, "after" it was applied but nothing is
+            answered, or in the middle of the answer's "body", as a stalled connection would.
         drop: reset the connection without an answer: "before" the operation is applied, or "after" (a lost acknowledgement).
         corrupt_request: flip one bit in the middle of the body that arrived, as a bad network card would.
         corrupt: flip one bit in the middle of the body that is sent, headers unchanged.
@@ -76,9 +79,10 @@ class Fault:
     status: int | None = None
     code: str = "InternalError"
     message: str = "injected by the test"
+    document: bytes | None = None
     retry_after_s: int | None = None
     latency_s: float = 0.0
-    hold: When | None = None
+    hold: HoldAt | None = None
     drop: When | None = None
     corrupt_request: bool = False
     corrupt: bool = False

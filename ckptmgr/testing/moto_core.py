@@ -28,12 +28,15 @@ try:
         warnings.simplefilter("ignore")
         import moto.s3.models as moto_models
         from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+        from werkzeug.serving import BaseWSGIServer, make_server
         from werkzeug.test import run_wsgi_app
 except ImportError as exc:
     raise MissingExtraError(
         f"the test servers need moto, and {exc.name or 'a part of it'} is not installed",
         hint="run: pip install 'ckptmgr[testing]'",
     ) from exc
+
+__all__ = ["BaseWSGIServer", "MotoCore", "QuietRequestHandler", "make_server"]
 
 _UPLOAD_UNKNOWN = b"<Error><Code>NoSuchUpload</Code><Message>The specified upload does not exist.</Message></Error>"
 _AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=raw/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"

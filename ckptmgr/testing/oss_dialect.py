@@ -61,13 +61,11 @@ class OssApp(StoreApp):
 
     Attributes:
         core: the store behind, without signatures, faults and log.
-        live_tokens: the STS tokens that are not expired; None lets every request pass.
     """
 
     def __init__(self, *, identities: tuple[Identity, ...] = DEFAULT_IDENTITIES) -> None:
         super().__init__()
         self.core = MotoCore()
-        self.live_tokens: set[str] | None = None
         self._identities = {identity.access_key: identity for identity in identities}
         self._secrets = {identity.access_key: identity.secret_key for identity in identities}
         # One writer at a time: create-only is a look and a write, and nothing may come between the two.

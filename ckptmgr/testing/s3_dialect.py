@@ -57,16 +57,21 @@ class S3App(StoreApp):
 
     Attributes:
         core: the store behind, without faults and log.
-        live_tokens: the session tokens that are not expired; None lets every request pass.
+        ignores_conditions: answers a conditional write as if it had no condition, as some S3-like stores do.
     """
 
     def __init__(self, *, identities: tuple[Identity, ...] = ()) -> None:
         super().__init__()
         self.core = MotoCore()
-        self.live_tokens: set[str] | None = None
+        self.ignores_conditions = False
         self._identities = {identity.access_key: identity for identity in identities}
         # One writer at a time: moto looks whether the key exists and then writes, and two requests can both find nothing.
         self._writes = threading.Lock()
+
+    def reset(self) -> None:
+        """Behave normally again."""
+        super().reset()
+        self.ignores_conditions = False
 
     def error(self, status: int, code: str, message: str) -> Reply:
         """An S3 error document."""
@@ -152,9 +157,9 @@ class S3App(StoreApp):
         return None
 
     def _preconditions(self, request: Request) -> Reply | None:
-        """What moto ignores: If-Match on completing a multipart upload, If-None-Match on a copy."""
+        """The refusal of a conditional write; the caller holds the lock of all writes."""
         matches, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
-        if request.method not in ("PUT", "POST") or not (matches or none_match):
+        if self.ignores_conditions or request.method not in ("PUT", "POST") or not (matches or none_match):
             return None
         if none_match is not None and none_match != "*":
             return self.error(501, "NotImplemented", "If-None-Match on a write takes * only.")

@@ -27,11 +27,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from werkzeug.serving import BaseWSGIServer, make_server
-
 from ckptmgr.testing.faults import Faults
 from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
-from ckptmgr.testing.moto_core import MotoCore, QuietRequestHandler
+from ckptmgr.testing.moto_core import BaseWSGIServer, MotoCore, QuietRequestHandler, make_server
 from ckptmgr.testing.oss_dialect import OssApp
 from ckptmgr.testing.s3_dialect import S3App
 from ckptmgr.testing.store_app import LoggedRequest
@@ -163,6 +161,10 @@ class _MemoryServer(StoreServer):
     def log(self) -> list[LoggedRequest]:
         """Every request that was finished, oldest first; `log.clear()` empties it."""
         return self.app.log
+
+    def reset(self) -> None:
+        """Take all faults out of force, empty the log, and behave normally again; the data stays. For between two tests."""
+        self.app.reset()
 
     @property
     def _core(self) -> MotoCore:

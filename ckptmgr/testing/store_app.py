@@ -95,13 +95,21 @@ class StoreApp(ABC):
     Attributes:
         faults: the rules in force.
         log: every request, oldest first; `log.clear()` is allowed at any time.
+        live_tokens: the session tokens that are not expired; None lets every request pass.
         closing: set while the server is stopped; whoever waits in a request loses its connection.
     """
 
     def __init__(self) -> None:
         self.faults = Faults()
         self.log: list[LoggedRequest] = []
+        self.live_tokens: set[str] | None = None
         self.closing = threading.Event()
+
+    def reset(self) -> None:
+        """Take all faults out of force, empty the log, and behave normally again; the data stays."""
+        self.faults.clear()
+        self.log.clear()
+        self.live_tokens = None
 
     @abstractmethod
     def answer(self, request: Request) -> Reply:
@@ -150,13 +158,16 @@ class StoreApp(ABC):
             raise ConnectionLost
         if fault.hold == "before":
             self._hold(active)
-        active.reached.set()
+        if fault.hold is None:
+            active.reached.set()
         if fault.drop == "before":
             raise ConnectionLost
         if fault.corrupt_request:
             request = replace(request, body=_flip_a_bit(request.body))
         if fault.status is not None:
             reply = self.error(fault.status, fault.code, fault.message)
+            if fault.document is not None:
+                reply = replace(reply, body=fault.document)
             if fault.retry_after_s is not None:
                 reply.headers["retry-after"] = str(fault.retry_after_s)
         else:
@@ -189,9 +200,22 @@ class StoreApp(ABC):
         start_response(f"{reply.status} X", list(headers.items()))
         if bodiless:
             return [b""]
-        if active is not None and active.fault.cut_body is not None:
-            return _cut(environ, reply.body[: active.fault.cut_body])
+        if active is not None and (active.fault.cut_body is not None or active.fault.hold == "body"):
+            return self._broken_body(environ, reply.body, active)
         return [reply.body]
+
+    def _broken_body(self, environ: dict[str, Any], body: bytes, active: ActiveFault) -> Iterator[bytes]:
+        cut = active.fault.cut_body
+        middle = len(body) // 2 if cut is None else cut
+        yield body[:middle]
+        if active.fault.hold == "body":
+            try:
+                self._hold(active)
+            except ConnectionLost:
+                _reset(environ)
+        if cut is not None:
+            _reset(environ)
+        yield body[middle:]
 
 
 def _parse(environ: dict[str, Any]) -> Request:
@@ -251,8 +275,3 @@ def _reset(environ: dict[str, Any]) -> NoReturn:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.shutdown(socket.SHUT_RDWR)
     raise ConnectionResetError("the connection was reset on purpose")
-
-
-def _cut(environ: dict[str, Any], body: bytes) -> Iterator[bytes]:
-    yield body
-    _reset(environ)

@@ -157,6 +157,26 @@ class TestEffects:
         assert not thread.is_alive()
         assert moto_server.raw_keys(bucket_name) == ["a"]
 
+    def test_a_stalled_body(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
+        """The first half arrives, then nothing, until the test says so."""
+        data = b"0123456789" * 100_000
+        moto_server.raw_put(bucket_name, "a", data)
+        active = moto_server.faults.add(Fault(method="GET", hold="body"))
+        body = s3.get_object(Bucket=bucket_name, Key="a")["Body"]
+        assert body.read(500_000) == data[:500_000]
+        assert active.reached.wait(DEADLINE_S)
+        active.release()
+        assert body.read() == data[500_000:]
+
+    def test_a_document_of_the_tests_own(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
+        """DeleteObjects answers 200 and names in its body what it did not delete."""
+        failed = (
+            b"<DeleteResult><Error><Key>a</Key><Code>InternalError</Code><Message>m</Message></Error></DeleteResult>"
+        )
+        moto_server.faults.add(Fault(query="delete", status=200, document=failed))
+        answer = s3.delete_objects(Bucket=bucket_name, Delete={"Objects": [{"Key": "a"}]})
+        assert answer["Errors"] == [{"Key": "a", "Code": "InternalError", "Message": "m"}]
+
 
 class TestServerLife:
     def test_stop_refuses_and_start_goes_on(self) -> None:

@@ -92,6 +92,16 @@ class TestCommandLine:
         finally:
             _put_away(process)
 
+    @pytest.mark.parametrize("missing", ["moto", "flask", "werkzeug"])
+    def test_a_missing_package_is_named(self, missing: str) -> None:
+        code = f"import sys; sys.modules[{missing!r}] = None; import ckptmgr.testing.servers"
+        command = [sys.executable, "-c", code]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert ended.returncode == 1
+        last = ended.stderr.strip().splitlines()[-1]
+        assert last.startswith("ckptmgr.core.errors.MissingExtraError: ")
+        assert last.endswith("pip install 'ckptmgr[testing]'")
+
     def test_the_bucket_can_be_used_with_the_printed_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         process, facts = self.start("moto")
         try:

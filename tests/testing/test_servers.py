@@ -233,6 +233,15 @@ class TestConditions:
         assert sorted(outcomes) == ["PreconditionFailed", "won"]
         assert moto_server.raw_get(bucket_name, "a") == b"%d" % outcomes.index("won")
 
+    def test_a_store_may_ignore_conditions(self, moto_server: MotoServer, bucket_name: str) -> None:
+        """The mode of stores that take If-None-Match and overwrite all the same."""
+        moto_server.create_bucket(bucket_name)
+        moto_server.app.ignores_conditions = True
+        s3 = connect(moto_server)
+        for data in (b"1", b"2"):
+            s3.put_object(Bucket=bucket_name, Key="a", Body=data, IfNoneMatch="*")
+        assert moto_server.raw_get(bucket_name, "a") == b"2"
+
 
 class TestLimits:
     def test_a_part_of_an_unknown_upload(self, s3: Any, bucket_name: str) -> None:
