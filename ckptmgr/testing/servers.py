@@ -25,7 +25,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptmgr.testing.faults import Faults
 from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
@@ -39,6 +39,10 @@ __all__ = ["MotoServer", "OssServer", "StoreServer", "WeedServer", "main"]
 
 S3_REGION = "us-east-1"
 OSS_REGION = "cn-hangzhou"
+
+_Server = TypeVar("_Server", bound="StoreServer")
+_Memory = TypeVar("_Memory", bound="_MemoryServer")
+_Weed = TypeVar("_Weed", bound="WeedServer")
 
 
 class StoreServer(ABC):
@@ -62,7 +66,7 @@ class StoreServer(ABC):
         self._port = port
 
     @abstractmethod
-    def start(self) -> Any:
+    def start(self: _Server) -> _Server:
         """Begin to serve; returns the server itself once a request will be answered."""
 
     @abstractmethod
@@ -130,7 +134,7 @@ class StoreServer(ABC):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def __enter__(self) -> Any:
+    def __enter__(self: _Server) -> _Server:
         return self.start()
 
     def __exit__(
@@ -170,7 +174,7 @@ class _MemoryServer(StoreServer):
     def _core(self) -> MotoCore:
         return self.app.core
 
-    def start(self) -> Any:
+    def start(self: _Memory) -> _Memory:
         """Begin to serve, again on the same port after `stop`."""
         self.app.closing.clear()
         self._server = make_server(
@@ -283,7 +287,7 @@ class WeedServer(StoreServer):
         self._process = WeedProcess(identities=self.identities)
         self._client: Any = None
 
-    def start(self) -> Any:
+    def start(self: _Weed) -> _Weed:
         """Start the processes and wait until an object could be stored.
 
         Raises:
