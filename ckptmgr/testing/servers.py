@@ -25,7 +25,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.testing.faults import Faults
 from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
@@ -35,14 +35,13 @@ from ckptmgr.testing.s3_dialect import S3App
 from ckptmgr.testing.store_app import LoggedRequest
 from ckptmgr.testing.weed import WeedProcess
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["MotoServer", "OssServer", "StoreServer", "WeedServer", "main"]
 
 S3_REGION = "us-east-1"
 OSS_REGION = "cn-hangzhou"
-
-_Server = TypeVar("_Server", bound="StoreServer")
-_Memory = TypeVar("_Memory", bound="_MemoryServer")
-_Weed = TypeVar("_Weed", bound="WeedServer")
 
 
 class StoreServer(ABC):
@@ -66,7 +65,7 @@ class StoreServer(ABC):
         self._port = port
 
     @abstractmethod
-    def start(self: _Server) -> _Server:
+    def start(self) -> Self:
         """Begin to serve; returns the server itself once a request will be answered."""
 
     @abstractmethod
@@ -134,7 +133,7 @@ class StoreServer(ABC):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def __enter__(self: _Server) -> _Server:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(
@@ -174,7 +173,7 @@ class _MemoryServer(StoreServer):
     def _core(self) -> MotoCore:
         return self.app.core
 
-    def start(self: _Memory) -> _Memory:
+    def start(self) -> Self:
         """Begin to serve, again on the same port after `stop`."""
         self.app.closing.clear()
         self._server = make_server(
@@ -287,7 +286,7 @@ class WeedServer(StoreServer):
         self._process = WeedProcess(identities=self.identities)
         self._client: Any = None
 
-    def start(self: _Weed) -> _Weed:
+    def start(self) -> Self:
         """Start the processes and wait until an object could be stored.
 
         Raises:
