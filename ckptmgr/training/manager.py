@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import torch
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import normalize_url, open_store
@@ -25,22 +22,17 @@ from ckptmgr.core.errors import (
     ConflictError,
     NotCommittedError,
 )
-from ckptmgr.core.layout import Stem, parse_stem
-from ckptmgr.core.manifest import FileEntry, How, Manifest
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.policies import Memory, Moment, SavePolicy
 from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.core.selectors import parse_selector
-from ckptmgr.run import prune
-from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
 from ckptmgr.run.resume import Resumed, resume
-from ckptmgr.run.sidecar import read_sidecar
-from ckptmgr.run.start import claim_attempt, is_superseded, refuse_unrestored
-from ckptmgr.run.tier import RESUMED, LocalTier, next_seq
+from ckptmgr.run.tier import RESUMED, LocalTier
 from ckptmgr.training import state as training_state
-from ckptmgr.training.ranks import is_main_process, world_size
-from ckptmgr.transfer.uploader import Uploader, UploadStatus
+from ckptmgr.training.ranks import is_main_process
+from ckptmgr.training.session import Parent, Retention, Session, begin_session, parent_of
+from ckptmgr.transfer.uploader import UploadStatus
 
 logger = logging.getLogger(__name__)
 _MEMORY = "save_policy"
@@ -88,27 +80,6 @@ class CloseReport:
     errors: tuple[CkptmgrError, ...] = ()
 
 
-@dataclass(slots=True)
-class _Parent:
-    """What this process restored: the parent of the attempt it will claim."""
-
-    stem: Stem | None = None
-    how: How = "auto"
-    restored: bool = False
-
-
-@dataclass(slots=True)
-class _Session:
-    """Everything that exists once an attempt is claimed."""
-
-    run: RunDirectory
-    tier: LocalTier
-    uploader: Uploader
-    attempt: int
-    seq: int
-    errors: list[CkptmgrError] = field(default_factory=list)
-
-
 class CheckpointManager:
     """Saves the training state of one run locally, uploads it in the background, and restores it.
 
@@ -147,15 +118,14 @@ class CheckpointManager:
         name = self.url.rsplit("/", 1)[-1]
         self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
         self.save_policy = save
-        self._keep = keep
-        self._keep_local = keep_local
+        self._retention = Retention(store=keep, local=keep_local)
         self._on_existing = on_existing
         self._close_timeout_s = close_timeout_s
         self._retry = retry
         self._wrap_backend = wrap_backend
         self._stop = threading.Event()
-        self._parent = _Parent()
-        self._session: _Session | None = None
+        self._parent = Parent()
+        self._session: Session | None = None
         self._closed = False
         self._memory: Memory = {}
 
@@ -238,7 +208,7 @@ class CheckpointManager:
                 raise
             logger.warning("%s: starting a new lineage", exc)
             return None
-        self._parent = _Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)
+        self._parent = Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)
         return resumed
 
     # --- saving -----------------------------------------------------------------------------------------------------------
@@ -257,35 +227,15 @@ class CheckpointManager:
         if self._session is not None or not is_main_process():
             return
         run, tier = self._open()
-        tier.hold()
-        try:
-            self._session = self._claim(run, tier, resume_from)
-        except BaseException:
-            tier.release()
-            raise
-        self._session.uploader.notify()
-
-    def _claim(self, run: RunDirectory, tier: LocalTier, resume_from: Path | None) -> _Session:
-        """Look, refuse what would go wrong, claim an attempt, and tidy the tier, which nobody else is using."""
         if resume_from is not None:
-            self._parent = _parent_of(resume_from, run, tier)
-        history = merged(*look(run, tier))
-        parent = self._parent
-        if not parent.restored and history.has_commits:
-            if self._on_existing == "refuse":
-                refuse_unrestored(run, history)
-            parent = _Parent(how="fresh")
-        attempt = claim_attempt(run, how=parent.how, parent=parent.stem)
-        tier.note_attempt(attempt)
-        for name in tier.clean():
-            logger.info("removed %s, which an earlier process left half written", name)
-        logger.info("attempt %d of %s begins (%s)", attempt.number, self.url, _origin(parent))
-        return _Session(
-            run=run,
-            tier=tier,
-            uploader=Uploader(tier, run, stop=self._stop, committed=self._after_commit),
-            attempt=attempt.number,
-            seq=next_seq([*history.manifests, *history.broken, *history.closed], attempt.number),
+            self._parent = parent_of(resume_from, run, tier)
+        self._session = begin_session(
+            run,
+            tier,
+            self._parent,
+            new_lineage=self._on_existing == "new-lineage",
+            retention=self._retention,
+            stop=self._stop,
         )
 
     def should_save(self, moment: Moment) -> tuple[str, ...]:
@@ -333,48 +283,16 @@ class CheckpointManager:
         if not is_main_process():
             return None
         self.begin()
-        session = self._require_session()
-        snapshot = training_state.capture({**state, _MEMORY: dict(self._memory)} if self._memory else state)
-        stem = Stem(session.attempt, step, session.seq, new_nonce())
-        session.seq += 1
-        prepared = session.tier.prepare(stem)
-        try:
-            files = training_state.write(snapshot, prepared)
-            manifest = Manifest(
-                stem=stem,
-                run_uuid=session.run.uuid,
-                files=tuple(FileEntry.of(file.path, file.digests) for file in files),
-                epoch=epoch,
-                parent=None if self._parent.stem is None else str(self._parent.stem),
-                created_at=utc_stamp(),
-                reasons=tuple(reasons) or ("requested",),
-                metrics=dict(metrics or {}),
-                metric_modes=dict(metric_modes if metric_modes is not None else self._modes()),
-                world_size=world_size(),
-                producer=_producer(),
-            )
-            session.tier.commit(manifest, prepared, target=session.run.url)
-            # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
-            logger.info("step %d queued: %s (%s)", step, manifest.id, ", ".join(manifest.reasons))
-        except BaseException:
-            session.tier.discard(prepared)
-            raise
-        session.uploader.notify()
-        return manifest.id
-
-    def _after_commit(self, stem: Stem) -> None:
-        """Retention, in the uploader's thread, after `stem` was committed in the store."""
-        session = self._session
-        assert session is not None  # the uploader lives within the session; it may outlast close()
-        if is_superseded(session.run, session.attempt):
-            logger.warning(
-                "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", session.attempt
-            )
-        elif self._keep is not None:
-            done = prune.prune(session.run, self._keep, attempt=session.attempt)
-            for verdict in done.deleted:
-                logger.info("pruned step %d (%s)", verdict.manifest.step, verdict.manifest.id)
-        prune.prune_local(session.tier, self._keep_local)
+        if self._session is None or self._closed:
+            raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
+        return self._session.save(
+            step,
+            {**state, _MEMORY: dict(self._memory)} if self._memory else state,
+            epoch=epoch,
+            metrics=metrics or {},
+            reasons=reasons or ("requested",),
+            metric_modes=self._modes() if metric_modes is None else metric_modes,
+        )
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -390,7 +308,7 @@ class CheckpointManager:
             run=self.url,
             local_dir=str(self.local_dir),
             attempt=None if session is None else session.attempt,
-            superseded=session is not None and is_superseded(session.run, session.attempt),
+            superseded=session is not None and session.is_superseded,
             uploads=UploadStatus() if session is None else session.uploader.status(),
         )
 
@@ -399,7 +317,7 @@ class CheckpointManager:
         return [] if self._session is None else self._session.uploader.poll_errors()
 
     def close(self, timeout_s: float | None = None) -> CloseReport:
-        """Wait for pending uploads, then stop. Safe to call twice.
+        """Wait for pending uploads, then stop. Safe to call twice; logs nothing: the caller says what is left.
 
         Args:
             timeout_s: seconds to wait; None for `close_timeout_s`.
@@ -407,14 +325,8 @@ class CheckpointManager:
         if self._session is None or self._closed:
             return CloseReport()
         self._closed = True
-        session = self._session
-        pending = session.uploader.close(self._close_timeout_s if timeout_s is None else timeout_s)
-        session.tier.release()
-        errors = tuple(session.uploader.poll_errors())
-        if pending:
-            logger.warning(
-                "%d checkpoint(s) are not in %s yet; they stay in %s", len(pending), self.url, self.local_dir
-            )
+        pending = self._session.close(self._close_timeout_s if timeout_s is None else timeout_s)
+        errors = tuple(self._session.uploader.poll_errors())
         return CloseReport(pending=tuple(str(stem) for stem in pending), errors=errors)
 
     def __enter__(self) -> CheckpointManager:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -426,6 +338,9 @@ class CheckpointManager:
         report = self.close()
         for problem in report.errors:
             logger.error("%s", problem)
+        if report.pending:
+            left = ", ".join(report.pending)
+            logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -441,46 +356,5 @@ class CheckpointManager:
         run = RunDirectory.open_or_create(self.url, uuid=known, fs=self._wrap_backend(fs), root=root)
         return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
 
-    def _require_session(self) -> _Session:
-        if self._session is None:
-            raise ConflictError("the manager has not begun", hint="call begin() first")
-        if self._closed:
-            raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
-        return self._session
-
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
-
-
-def _parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> _Parent:
-    """Which checkpoint of `run` a trainer's resume directory is."""
-    stem = parse_stem(directory.name)
-    if stem is not None and directory.parent == tier.data_dir(stem).parent:
-        return _Parent(stem=stem, how="auto", restored=True)
-    try:
-        sidecar = read_sidecar(directory)
-    except CheckpointNotFoundError:
-        logger.warning("%s has no manifest beside it: it does not count as a checkpoint of %s", directory, run.url)
-        return _Parent()
-    if sidecar.manifest.run_uuid != run.uuid:
-        logger.warning("%s is checkpoint %s of another run", directory, sidecar.manifest.id)
-        return _Parent()
-    return _Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
-
-
-def _origin(parent: _Parent) -> str:
-    if parent.how == "fresh":
-        return "a new lineage"
-    return "from scratch" if parent.stem is None else f"from {parent.stem}, {parent.how}"
-
-
-def _producer() -> dict[str, str]:
-    from ckptmgr import __version__
-
-    return {
-        "framework": "ckptmgr",
-        "ckptmgr": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "host": host_name(),
-    }
