@@ -8,17 +8,48 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 Purpose = Literal["read", "upload"]
 
+# Open lock files of this process. A flock belongs to the open file, which a forked DataLoader worker shares: one that outlives a killed
+# trainer by some seconds would keep the next start out. So a forked child closes them at once.
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def open_lock(path: Path) -> int:
+    """Open (and make) a lock file; hand the descriptor to `close_lock` in the end."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _held.add(fd)
+    return fd
+
+
+def close_lock(fd: int) -> None:
+    """Close a lock file, and so release it."""
+    if fd in _held:  # else this is a forked child, which has closed it already
+        _held.discard(fd)
+        os.close(fd)
+
 
 def _lock_dir(run_uuid: str) -> Path:
     base = os.environ.get("CKPTMGR_LOCK_DIR") or os.path.join(tempfile.gettempdir(), f"ckptmgr-locks-{os.getuid()}")
-    path = Path(base) / run_uuid
+    # The name comes from a store: it must not lead out of the folder.
+    path = Path(base) / (re.sub(r"[^A-Za-z0-9-]", "_", run_uuid)[:64] or "_")
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 
@@ -27,6 +58,13 @@ def _lock_dir(run_uuid: str) -> Path:
 def reading(run_uuid: str, stem: object) -> Iterator[None]:
     """Hold `stem` against pruning on this machine while it is read. Waits for a clean-up that is under way."""
     with _locked(run_uuid, f"{stem}.read", fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def waiting(group: str, what: str) -> Iterator[None]:
+    """Hold `what` alone, after whoever holds it now."""
+    with _locked(group, f"{sha256(what.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.alone", fcntl.LOCK_EX):
         yield
 
 
@@ -49,8 +87,7 @@ def exclusive(run_uuid: str, stem: object, purpose: Purpose) -> Iterator[bool]:
 def _locked(run_uuid: str, name: str, how: int) -> Iterator[None]:
     path = _lock_dir(run_uuid) / name
     while True:
-        # No lock is inherited by a forked worker: the file is closed on exec, and fork children never unlock (flock is per open file).
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(path)
         try:
             fcntl.flock(fd, how)
             if _is_current(fd, path):
@@ -60,7 +97,7 @@ def _locked(run_uuid: str, name: str, how: int) -> Iterator[None]:
                         os.unlink(path)  # while still held, so that nobody locks a name that is about to vanish
                 return
         finally:
-            os.close(fd)
+            close_lock(fd)
 
 
 def _is_current(fd: int, path: Path) -> bool:

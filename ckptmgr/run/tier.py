@@ -16,6 +16,7 @@ from ckptmgr.core.errors import ConfigError, ConflictError, SourceChangedError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
+from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal, UploadEntry
 
@@ -44,11 +45,11 @@ class LocalTier:
         """
         if self._held is not None:
             return
-        fd = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = locks.open_lock(self.root / ".lock")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            os.close(fd)
+            locks.close_lock(fd)
             raise ConflictError(
                 f"another process is saving into {self.root}",
                 hint="stop it, or give this one another local directory",
@@ -58,7 +59,7 @@ class LocalTier:
     def release(self) -> None:
         """Let another process save into this tier."""
         if self._held is not None:
-            os.close(self._held)
+            locks.close_lock(self._held)
             self._held = None
 
     @classmethod

@@ -22,6 +22,7 @@ from ckptmgr.transfer.drain import upload_one
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
+_LAST_REQUEST_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +133,13 @@ class Uploader:
             thread = self._thread
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
-            if thread.is_alive():
-                self._stop.set()  # no further try begins; the request under way ends by its own time-outs
-                thread.join(5.0)
+            try:
+                thread.join(timeout_s)
+            finally:
+                # Out of time, or Ctrl-C while waiting: no further try begins; the request under way ends by its own time-outs.
+                if thread.is_alive():
+                    self._stop.set()
+                    thread.join(_LAST_REQUEST_S)
         return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
 
     # --- the thread -------------------------------------------------------------------------------------------------------
