@@ -4,30 +4,63 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptmgr.cli.output import emit, emit_json, json_metrics, number, progress, say, show_table, size, table, warn, when
+from ckptmgr.cli.command import Command
+from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, progress, size, warn, when
+from ckptmgr.cli.tables import Column, Table
+from ckptmgr.cli.tables import show as show_table
 
 if TYPE_CHECKING:
+    from ckptmgr.core.history import History
+    from ckptmgr.core.layout import Stem
+    from ckptmgr.core.manifest import Manifest
+    from ckptmgr.core.selectors import Selector
     from ckptmgr.run.overview import Row, RunOverview, RunRow
     from ckptmgr.run.verify import Damage
 
+# Of a table that is too wide, the reasons go first, then the epoch, then the metrics from the right; the first metric stays longer than the time.
+_METRIC_COLUMNS, _LEAVE_METRIC = 6, 18
+SELECTOR_HELP = "latest, a step, best:METRIC[:min|max], worst:METRIC[:min|max], tag:NAME or id:ID."
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The URL of the run.")]
+
+_LS_EPILOG = """Exit codes: 0 done, also when something is shown as damaged; 3 there is neither a run nor a store of runs; 4 the store, or one
+of its runs, could not be looked at."""
+_SHOW_EPILOG = "Exit codes: 0 done; 3 nothing matches; 4 the store could not be asked; 5 its manifest is damaged."
+_VERIFY_EPILOG = """\b
+Examples:
+  ckptmgr verify s3://bucket/exp/run               every byte of every checkpoint
+  ckptmgr verify s3://bucket/exp/run --quick       what the store itself knows
+  ckptmgr verify s3://bucket/exp/run latest
+  ckptmgr verify ./run/checkpoint-500              a directory made by resume
+
+Exit codes: 0 no damage; 3 nothing there; 4 the store could not be asked; 5 damage, each piece named."""
 
 
 def register(app: typer.Typer) -> None:
-    app.command("ls")(ls)
-    app.command("show")(show)
-    app.command("verify")(verify)
+    app.command("ls", cls=Command, epilog=_LS_EPILOG, short_help="List a run's checkpoints, or a store's runs.")(ls)
+    app.command("show", cls=Command, epilog=_SHOW_EPILOG, short_help="Show one checkpoint.")(show)
+    app.command("verify", cls=Command, epilog=_VERIFY_EPILOG, short_help="Check stored bytes against manifests.")(
+        verify
+    )
+
+
+# --- ls -------------------------------------------------------------------------------------------------------------------
 
 
 def ls(
     url: Annotated[str, typer.Argument(metavar="URL", help="A run, or a store of runs.")],
-    all_lineages: Annotated[bool, typer.Option("--all", help="Also what the present lineage left behind.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Ask the store whether each checkpoint is whole.")] = False,
+    all_lineages: Annotated[
+        bool, typer.Option("--all", help="Also abandoned lineages: what a rewind or a fresh start left behind.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask the store whether each checkpoint is whole; downloads nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, oldest first, or the runs of a store."""
@@ -46,42 +79,55 @@ def ls(
         emit_json({"run": run.url, "checkpoints": [_row_json(row) for row in overview.rows]})
     else:
         _emit_run(overview)
+    for row in overview.rows:
+        if row.why:
+            warn(f"{row.id} is damaged: {row.why}")
 
 
 def _emit_run(overview: RunOverview) -> None:
-    rows = overview.rows
-    committed = [row for row in rows if row.manifest is not None]
-    total = size(sum(row.manifest.size_bytes for row in committed if row.manifest is not None))
+    committed = [row.manifest for row in overview.rows if row.manifest is not None]
     newest = overview.history.newest()
     tail = f", newest: step {newest.step}" if newest is not None else ""
-    emit(f"{overview.run.url}: {len(committed)} checkpoint{'' if len(committed) == 1 else 's'}, {total}{tail}")
-    if not rows:
+    total = size(sum(manifest.size_bytes for manifest in committed))
+    emit(f"{overview.run.url}: {count(len(committed), 'checkpoint')}, {total}{tail}")
+    if not overview.rows:
         return
-    made = table(
-        "step", "epoch", "saved (UTC)", "size", "metrics", "why", "tags", "state", "id", right=("step", "epoch", "size")
+    names = _metric_names(committed)
+    table = Table(
+        Column(title="step", right=True),
+        Column(title="epoch", right=True, leave=30),
+        Column(title="saved (UTC)", leave=19),
+        Column(title="size", right=True),
+        *(Column(title=name, right=True, leave=_LEAVE_METRIC + at) for at, name in enumerate(names)),
+        Column(title="why", least=10, leave=31),
+        Column(title="tags", least=8, leave=2),
+        Column(title="lineage"),
+        Column(title="state"),
+        Column(title="id"),
     )
-    for row in rows:
+    for row in overview.rows:
         manifest = row.manifest
-        state = row.state if row.lineage != "abandoned" else f"{row.state}, abandoned lineage"
-        if row.stem is not None and row.stem == newest:
-            state += ", newest"
-        made.add_row(
+        values = [None if manifest is None else manifest.metrics.get(name) for name in names]
+        table.add(
             "" if row.stem is None else str(row.stem.step),
-            "" if manifest is None or manifest.epoch is None else number(manifest.epoch),
+            "" if manifest is None or manifest.epoch is None else compact(manifest.epoch),
             "" if manifest is None else when(manifest.created_at),
             "" if manifest is None else size(manifest.size_bytes),
-            ""
-            if manifest is None
-            else ", ".join(f"{name}={number(value)}" for name, value in sorted(manifest.metrics.items())),
+            *("" if value is None else compact(value) for value in values),
             "" if manifest is None else ", ".join(manifest.reasons),
             ", ".join(row.tags),
-            state,
+            "abandoned" if row.lineage == "abandoned" else "",
+            row.state,
             row.id,
         )
-    show_table(made)
-    for row in rows:
-        if row.why:
-            warn(f"{row.id} is damaged: {row.why}")
+    show_table(table)
+
+
+def _metric_names(manifests: Iterable[Manifest]) -> list[str]:
+    """The metrics that get a column of their own: those that a policy watches first, then losses, and no more than a reader can compare."""
+    watched = {name for manifest in manifests for name in manifest.metric_modes}
+    names = {name for manifest in manifests for name in manifest.metrics}
+    return sorted(names, key=lambda name: (name not in watched, not name.endswith("loss"), name))[:_METRIC_COLUMNS]
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -99,100 +145,132 @@ def _row_json(row: Row) -> dict[str, Any]:
         "reasons": [] if manifest is None else list(manifest.reasons),
         "tags": list(row.tags),
         "created_at": None if manifest is None else manifest.created_at,
-        **({"why": row.why} if row.why else {}),
     }
 
 
 def _emit_store(store: str, runs: list[RunRow], *, as_json: bool) -> None:
     if as_json:
         emit_json({"store": store, "runs": [_run_json(run) for run in runs]})
-        return
-    emit(f"{store}: {len(runs)} run{'' if len(runs) == 1 else 's'}")
-    made = table(
-        "run", "kind", "checkpoints", "latest step", "size", "latest id", right=("checkpoints", "latest step", "size")
-    )
-    for run in runs:
-        if run.error:
-            made.add_row(run.name, "cannot be read", "", "", "", "")
-            continue
-        latest = run.latest
-        made.add_row(
-            run.name,
-            run.kind,
-            str(run.checkpoints),
-            "" if latest is None else str(latest.step),
-            size(run.size_bytes),
-            "" if latest is None else str(latest),
+    else:
+        emit(f"{store}: {count(len(runs), 'run')}")
+        table = Table(
+            Column(title="run"),
+            Column(title="kind"),
+            Column(title="checkpoints", right=True),
+            Column(title="latest step", right=True),
+            Column(title="size", right=True),
+            Column(title="latest id", leave=1),
         )
-    show_table(made)
+        for run in runs:
+            table.add(*_run_cells(run))
+        show_table(table)
     for run in runs:
-        if run.error:
-            warn(f"{run.name}: {run.error}")
+        if run.error is not None:
+            warn(f"{run.name} could not be read: {run.error}")
+    unseen = [run for run in runs if run.is_unseen]
+    if unseen:
+        fail(f"{len(unseen)} of the {count(len(runs), 'run')} of {store} could not be looked at - see above")
+        raise typer.Exit(4)
+
+
+def _run_cells(run: RunRow) -> tuple[str, ...]:
+    if run.error is not None:
+        return run.name, run.kind or "unreadable", "?", "?", "?", ""
+    latest = run.latest
+    return (
+        run.name,
+        "" if run.kind == "checkpoints" else run.kind or "",
+        str(run.checkpoints),
+        "" if latest is None else str(latest.step),
+        size(run.size_bytes),
+        "" if latest is None else str(latest),
+    )
 
 
 def _run_json(run: RunRow) -> dict[str, Any]:
+    """Null stands for what could not be read, which is not the same as none (I7)."""
+    unknown = run.error is not None
     return {
         "run": run.name,
         "kind": run.kind,
-        "checkpoints": run.checkpoints,
+        "checkpoints": None if unknown else run.checkpoints,
         "latest_step": None if run.latest is None else run.latest.step,
         "latest_id": None if run.latest is None else str(run.latest),
-        "size_bytes": run.size_bytes,
-        **({"error": run.error} if run.error else {}),
+        "size_bytes": None if unknown else run.size_bytes,
     }
 
 
+# --- show -----------------------------------------------------------------------------------------------------------------
+
+
 def show(
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run.")],
-    selector: Annotated[
-        str, typer.Argument(metavar="SELECTOR", help="latest, a step, best:METRIC, tag:NAME, id:ID.")
-    ] = "latest",
+    run_url: Run,
+    selector: Annotated[str, typer.Argument(metavar="SELECTOR", help=SELECTOR_HELP)] = "latest",
     as_json: Json = False,
 ) -> None:
-    """Show one checkpoint's manifest."""
+    """Show one checkpoint: what it is, why it was saved, and its files. With --json, its manifest."""
     from ckptmgr.core.manifest import encode_manifest
     from ckptmgr.core.selectors import parse_selector
     from ckptmgr.run.directory import RunDirectory
 
     chosen = parse_selector(selector)
     run = RunDirectory.open(run_url)
-    manifest = run.history().choose(chosen)
+    history = run.history()
+    manifest = history.choose(chosen)
     if as_json:
         emit_json(json.loads(encode_manifest(manifest)))
         return
-    made_by = " ".join(f"{name}={value}" for name, value in sorted(manifest.producer.items()))
+    tags = sorted(tag for tag, stem in history.tags.items() if stem == manifest.stem)
+    made_by = ", ".join(f"{name} {value}" for name, value in sorted(manifest.producer.items()))
     for label, value in (
         ("checkpoint", manifest.id),
         ("run", f"{run.url} ({manifest.run_uuid})"),
-        ("step", f"{manifest.step}" + ("" if manifest.epoch is None else f" (epoch {number(manifest.epoch)})")),
+        ("step", f"{manifest.step}" + ("" if manifest.epoch is None else f" (epoch {compact(manifest.epoch)})")),
         ("attempt", f"{manifest.stem.attempt}" + (f", from {manifest.parent}" if manifest.parent else "")),
         ("saved", f"{when(manifest.created_at)} UTC" if manifest.created_at else "unknown"),
-        ("why", ", ".join(manifest.reasons)),
-        ("metrics", ", ".join(f"{name}={number(value)}" for name, value in sorted(manifest.metrics.items())) or "none"),
-        ("size", f"{size(manifest.size_bytes)} in {len(manifest.files)} files, world size {manifest.world_size}"),
+        ("why", ", ".join(manifest.reasons) or "unknown"),
+        ("tags", ", ".join(tags)),
+        (
+            "metrics",
+            ", ".join(f"{name}={compact(value)}" for name, value in sorted(manifest.metrics.items())) or "none",
+        ),
+        ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
+        ("world size", str(manifest.world_size)),
         ("made by", made_by or "unknown"),
     ):
-        emit(f"{label + ':':<12}{value}")
-    made = table("file", "role", "size", "blake3", right=("size",))
+        if value:
+            emit(f"{label + ':':<12}{value}")
+    table = Table(
+        Column(title="file", least=20),
+        Column(title="role", leave=1),
+        Column(title="size", right=True),
+        Column(title="blake3", least=16),
+    )
     for entry in manifest.files:
-        made.add_row(entry.path, entry.role, size(entry.size), entry.blake3[:32] + "…")
-    show_table(made)
+        table.add(entry.path, entry.role, size(entry.size), entry.blake3)
+    show_table(table)
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------------
 
 
 def verify(
-    url: Annotated[str, typer.Argument(metavar="RUN|DIR", help="A run, or a directory made by `ckptmgr resume`.")],
+    url: Annotated[
+        str, typer.Argument(metavar="RUN|DIR", help="A run, or a directory made by `ckptmgr resume`, or its one file.")
+    ],
     selector: Annotated[
-        str | None, typer.Argument(metavar="SELECTOR", help="Only this one; default: all of RUN.")
+        str | None, typer.Argument(metavar="SELECTOR", help=f"Only this one: {SELECTOR_HELP} Default: all of RUN.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Ask the store for presence, size and checksum; download nothing.")
     ] = False,
     sample: Annotated[
-        str | None, typer.Option("--sample", metavar="P%", help="Read this share of the files in full.")
+        str | None,
+        typer.Option("--sample", metavar="P%", help="Read this share of the files in full, ask about the rest."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check that stored bytes are what the manifests describe. Exit 5 if not."""
+    """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
     from ckptmgr.core.errors import ConfigError
     from ckptmgr.core.layout import RUN_FILE
     from ckptmgr.core.selectors import parse_selector
@@ -204,9 +282,10 @@ def verify(
     depth = Depth(quick=quick, sample=None if sample is None else _share(sample))
     local = Path(os.path.abspath(os.path.expanduser(url.removeprefix("file://"))))
     if "://" not in url.removeprefix("file://") and local.exists() and not (local / RUN_FILE).exists():
-        if selector is not None:
+        if selector is not None or quick or sample is not None:
             raise ConfigError(
-                f"{url} is a directory, not a run, so the selector {selector!r} means nothing", hint="leave it out"
+                f"{local} is not a run but a restored checkpoint, of which verify reads everything",
+                hint="leave the selector, --quick and --sample out",
             )
         manifest, damage = verify_directory(local)
         _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id})")
@@ -214,11 +293,17 @@ def verify(
     chosen = None if selector is None else parse_selector(selector)
     run = RunDirectory.open(url)
     history = run.history()
-    stems = sorted({*history.manifests, *history.broken}) if chosen is None else [history.choose(chosen).stem]
+    stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
     with progress("verifying", 0 if quick else total) as moved:
-        damage = verify_run(run, history, stems, depth, tick=lambda manifest: moved(manifest.size_bytes))
+        damage = verify_run(run, history, stems, depth, tick=lambda entry: moved(entry.size))
     _emit_damage(len(stems), damage, as_json=as_json, where=run.url)
+
+
+def _meant(history: History, selector: Selector) -> Stem:
+    """The one checkpoint to verify; one whose manifest cannot be read is damage to report, not an error of its own."""
+    meant = history.meant(selector)
+    return meant if meant is not None and meant in history.broken else history.choose(selector).stem
 
 
 def _share(text: str) -> float:
@@ -238,15 +323,20 @@ def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: st
         found = [{"id": str(item.stem), "step": item.stem.step, "file": item.file, "why": item.why} for item in damage]
         emit_json({"checked": checked, "damaged": found})
     elif not damage:
-        emit(f"{where}: {checked} checkpoint{'' if checked == 1 else 's'} checked, no damage")
+        emit(f"{where}: {count(checked, 'checkpoint')} checked, no damage")
     else:
-        made = table("step", "file", "what is wrong", "id", right=("step",))
+        table = Table(
+            Column(title="step", right=True),
+            Column(title="file"),
+            Column(title="what is wrong"),
+            Column(title="id"),
+        )
         for item in damage:
-            made.add_row(str(item.stem.step), item.file, item.why, str(item.stem))
-        show_table(made)
+            table.add(str(item.stem.step), item.file, item.why, str(item.stem))
+        show_table(table)
     if damage:
         hurt = {item.stem for item in damage}
-        say(
-            f"ckptmgr: error: {len(hurt)} of {checked} checkpoints of {where} damaged - `ckptmgr resume` passes over them"
+        fail(
+            f"{where}: {len(hurt)} of {count(checked, 'checkpoint')} damaged - `ckptmgr resume` passes over such a one"
         )
         raise typer.Exit(5)

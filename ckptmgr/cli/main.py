@@ -1,22 +1,29 @@
-"""`ckptmgr`: parse, call, print. Every error is one line on stderr and an exit code; tracebacks only with `-v`.
-
-Exit codes: 0 done, 1 unexpected, 2 usage, 3 nothing to resume or not found, 4 store unavailable or refused, 5 damaged data,
-6 uploads still pending, 7 conflict, 75 requeue, 130 and 143 signals.
-"""
+"""`ckptmgr`: parse, call, print. Every error is one line on stderr and an exit code; tracebacks only with `-v`."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from ckptmgr.cli import looking, moving, pruning, story
 from ckptmgr.cli.output import fail
 
-_EPILOG = "RUN is a run URL: s3://bucket/exp/run, oss://bucket/exp/run, or a directory. -v (anywhere) shows what happens, and tracebacks."
+_EPILOG = """\b
+RUN is a run URL: s3://bucket/exp/run, oss://bucket/exp/run, file:///dir/run,
+or a path. Credentials are found where the provider's own tools find them
+(AWS_*, AWS_ENDPOINT_URL, ~/.aws; OSS_ENDPOINT, OSS_ACCESS_KEY_ID, ...).
+
+\b
+Exit codes:
+  0  done                            5  damaged data
+  1  unexpected                      6  uploads still pending
+  2  usage, configuration            7  conflict: would mix or overwrite
+  3  nothing to resume, not found    75 requeue
+  4  store unavailable or refused    130, 143 signals"""
 
 app = typer.Typer(
     name="ckptmgr",
@@ -32,24 +39,38 @@ for family in (story, looking, moving, pruning):
     family.register(app)
 
 
+@app.callback()
+def _options(
+    context: typer.Context,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say what happens, and show tracebacks; anywhere on the line.")
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    _log_to_stderr(verbose=moving.Invocation.of(context).verbose)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script; ends the process with the exit code."""
+    # A file name that is not UTF-8 goes to stdout as the bytes that it is: what `resume` prints must open.
+    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    options, command = _split_command(argv)
-    verbose = any(option in ("-v", "--verbose") for option in options)
-    options = [option for option in options if option not in ("-v", "--verbose")]
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="ckptmgr: %(levelname)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    words, command = _split_command(argv)
+    verbose = any(word in ("-v", "--verbose") for word in words)
+    words = [word for word in words if word not in ("-v", "--verbose")]
+    if words == ["--version"]:
+        from ckptmgr import __version__
+
+        print(f"ckptmgr {__version__}")
+        return 0
     try:
-        code = app(args=options, prog_name="ckptmgr", standalone_mode=False, obj=moving.Command(command))
+        code = app(
+            args=words, prog_name="ckptmgr", standalone_mode=False, obj=moving.Invocation(command, verbose=verbose)
+        )
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our pipe has seen enough (`ckptmgr ls … | head`).
@@ -58,19 +79,40 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         fail("interrupted")
         return 130
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends as one line and an exit code
         if verbose:
-            logging.getLogger("ckptmgr").error("%s", type(error).__name__, exc_info=error)
+            import traceback
+
+            traceback.print_exception(error)
         return _report(error)
     return code if isinstance(code, int) else 0
 
 
 def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """What stands before the first `--`, and the COMMAND after it; None when there is no `--`."""
-    if "--" not in argv:
-        return list(argv), None
-    at = list(argv).index("--")
-    return list(argv[:at]), list(argv[at + 1 :])
+    """The words of ckptmgr, and the COMMAND of `resume` after the first `--`; None without one, or for another command."""
+    words = list(argv)
+    name = next((word for word in words if not word.startswith("-")), "")
+    if name != "resume" or "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _log_to_stderr(*, verbose: bool) -> None:
+    import logging
+
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="ckptmgr: %(levelname)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.addLevelName(logging.ERROR, "error")
+    logging.addLevelName(logging.INFO, "info")
+    if not verbose:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(logging.Filter("ckptmgr"))  # what a library says about its sockets is nobody's business
 
 
 def _report(error: Exception) -> int:
@@ -81,13 +123,28 @@ def _report(error: Exception) -> int:
         fail(str(error))
         return error.exit_code
     if hasattr(error, "format_message"):  # what typer raises for a wrong command line, whichever click it carries
-        fail(f"{error.format_message()} - see `ckptmgr --help`")
-        return 2
+        return _report_usage(error)
+    if isinstance(error, OSError) and error.errno:
+        from ckptmgr.backends.oserrors import translate_os_error
+
+        return _report(translate_os_error(error, "use", os.fspath(error.filename or ".")))
     if type(error).__name__ == "Abort":
         fail("aborted")
         return 1
     fail(f"unexpected {type(error).__name__}: {error} - please report it with the output of -v")
     return 1
+
+
+def _report_usage(error: Exception) -> int:
+    """A wrong command line: one line and where to read on; without any word at all, the help itself."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message()  # type: ignore[attr-defined]
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(context.get_help(), file=sys.stderr)
+        return 2
+    path = context.command_path if context is not None else "ckptmgr"
+    fail(f"{message.rstrip('.')} - see `{path} --help`")
+    return 2
 
 
 if __name__ == "__main__":

@@ -12,28 +12,63 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptmgr.cli.looking import Json
-from ckptmgr.cli.output import emit, emit_json, progress, say, size, warn
+from ckptmgr.cli.command import Command, CommandWithTail
+from ckptmgr.cli.looking import SELECTOR_HELP, Json, Run
+from ckptmgr.cli.output import count, emit, emit_json, progress, say, size, warn
 
 if TYPE_CHECKING:
     from ckptmgr.core.manifest import Manifest
     from ckptmgr.core.selectors import Selector
-    from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.resume import Resumed
     from ckptmgr.run.tier import LocalTier
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """What stood after `--` on the command line; None without one."""
+class Invocation:
+    """What the command line holds besides options and arguments: the words after `--` (None without one), and whether `-v` was given."""
 
-    words: list[str] | None
+    command: list[str] | None = None
+    verbose: bool = False
+
+    @classmethod
+    def of(cls, context: typer.Context) -> Invocation:
+        return context.find_object(cls) or cls()
+
+
+_RESUME_EPILOG = """\b
+Examples:
+  ckptmgr resume s3://bucket/exp/run
+  ckptmgr resume s3://bucket/exp/run best:eval_loss --to ./best
+  trainer --resume "$(ckptmgr resume s3://bucket/exp/run)"
+  ckptmgr resume s3://bucket/exp/run --or-start --local-dir /scratch/run \\
+      -- python train.py --resume_from_checkpoint {}
+
+\b
+Exit codes:
+  0  done, or COMMAND ended well and nothing is left to upload
+  2  wrong usage, unknown scheme, missing package, COMMAND not found
+  3  nothing to resume; with --or-start: there is data, but no checkpoint
+  4  the store is unavailable or refuses, or the disk is full
+  5  the checkpoint that was named is damaged, or all are
+  6  COMMAND ended well, but uploads are still pending
+  7  DIR holds something else, or the local tier contradicts the store
+  other: COMMAND's own, 128 + n if signal n ended it"""
+_PUSH_EPILOG = """\b
+Examples:
+  ckptmgr push ./out/checkpoint-500 s3://bucket/exp/run
+  ckptmgr push ./out/final s3://bucket/exp/run --step 9000 --metric eval_loss=1.25 --tag best
+
+Exit codes: 0 committed, or already there; 2 wrong usage; 4 the store is unavailable or refuses: repeat the push, which sends only what is
+missing; 5 a file changed meanwhile; 7 another process is pushing the same."""
+_DRAIN_EPILOG = "Exit codes: 0 nothing is pending any more; 3 no local tier there; 6 something is still pending."
 
 
 def register(app: typer.Typer) -> None:
-    app.command("resume")(resume)
-    app.command("push")(push)
-    app.command("drain")(drain)
+    app.command(
+        "resume", cls=CommandWithTail, epilog=_RESUME_EPILOG, short_help="Fetch a checkpoint, verified; run COMMAND."
+    )(resume)
+    app.command("push", cls=Command, epilog=_PUSH_EPILOG, short_help="Commit a directory as a checkpoint.")(push)
+    app.command("drain", cls=Command, epilog=_DRAIN_EPILOG, short_help="Upload what is pending in a local tier.")(drain)
 
 
 # --- resume ---------------------------------------------------------------------------------------------------------------
@@ -41,95 +76,69 @@ def register(app: typer.Typer) -> None:
 
 def resume(
     context: typer.Context,
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run.")],
-    selector: Annotated[
-        str, typer.Argument(metavar="SELECTOR", help="latest, a step, best:METRIC, tag:NAME, id:ID.")
-    ] = "latest",
+    run_url: Run,
+    selector: Annotated[str, typer.Argument(metavar="SELECTOR", help=SELECTOR_HELP)] = "latest",
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="DIR", help="The checkpoint directory; default ./<run>/checkpoint-<step>."),
+        typer.Option("--to", metavar="DIR", help="The checkpoint directory. Default: ./<run>/checkpoint-<step>."),
     ] = None,
     local_dir: Annotated[
-        Path | None, typer.Option("--local-dir", envvar="CKPTMGR_LOCAL_DIR", help="A local tier to look in first.")
+        Path | None,
+        typer.Option(
+            "--local-dir",
+            metavar="DIR",
+            envvar="CKPTMGR_LOCAL_DIR",
+            help="A local tier to look in first; drained later.",
+        ),
     ] = None,
     or_start: Annotated[
         bool, typer.Option("--or-start", help="On a run without any data, start COMMAND from scratch.")
     ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail instead of falling back to an older one.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail on a damaged newest one instead of taking the next older.")
+    ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Replace whatever else DIR holds.")] = False,
     as_json: Json = False,
 ) -> None:
     """Put a verified checkpoint on local disk and print where; or run COMMAND with it.
 
-    ckptmgr resume RUN [SELECTOR] [OPTIONS] [-- COMMAND …]
-
-    In COMMAND, {} is replaced by the path, which CKPTMGR_RESUME_FROM holds too. Its exit code passes through; afterwards the local tier is drained.
+    In COMMAND, {} is replaced by the path, which CKPTMGR_RESUME_FROM holds too. Signals and its exit code pass through; afterwards the local
+    tier is drained. From scratch, {} is dropped together with an option before it, and the variable is empty.
     """
-    from ckptmgr.core.errors import ConfigError
+    from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
     from ckptmgr.core.selectors import parse_selector
 
-    words = context.find_object(Command)
-    command = words.words if words is not None else None
-    if command is not None and not command:
-        raise ConfigError("there is no command after --", hint="write it there, or leave -- out")
+    command = Invocation.of(context).command
+    if command is not None and (not command or as_json):
+        what = "--json and a COMMAND exclude each other" if command else "there is no command after --"
+        raise ConfigError(what, hint="COMMAND finds the path in CKPTMGR_RESUME_FROM" if command else "write it there")
     chosen = parse_selector(selector)
-    tier = _tier(local_dir)
-    run = _run_or_nothing(run_url) if or_start else _run(run_url)
-    resumed = None if run is None else _resume(run, chosen, to, tier, strict=strict, replace=replace, or_start=or_start)
+    try:
+        resumed = _resume(run_url, chosen, to, _tier(local_dir), strict=strict, replace=replace)
+    except CheckpointNotFoundError as exc:
+        if not or_start or not getattr(exc, "empty", False):
+            raise
+        resumed = None
+    if command is not None:
+        raise typer.Exit(_launch(command, resumed, run_url, local_dir))
     if as_json:
         emit_json(_resumed_json(resumed))
-    if command is None:
-        if not as_json and resumed is not None:
-            emit(str(resumed.path))
-        return
-    raise typer.Exit(_launch(command, resumed, run_url, local_dir))
-
-
-def _run(url: str) -> RunDirectory:
-    from ckptmgr.run.directory import RunDirectory
-
-    return RunDirectory.open(url)
-
-
-def _run_or_nothing(url: str) -> RunDirectory | None:
-    """The run; None if the store says that nothing at all is there."""
-    from ckptmgr.core.errors import CheckpointNotFoundError, NotCommittedError
-    from ckptmgr.run.directory import RunDirectory, holds_anything
-
-    try:
-        return RunDirectory.open(url)
-    except CheckpointNotFoundError as exc:
-        if holds_anything(url):
-            raise NotCommittedError(
-                f"{url} holds data, but no run of ckptmgr",
-                hint="use another run name, or bring the data in with `ckptmgr push`",
-            ) from exc
-        return None
+    elif resumed is not None:
+        emit(str(resumed.path))
+    else:
+        say(f"{run_url} has no data yet: nothing to resume")
 
 
 def _resume(
-    run: RunDirectory,
-    selector: Selector,
-    to: Path | None,
-    tier: LocalTier | None,
-    *,
-    strict: bool,
-    replace: bool,
-    or_start: bool,
-) -> Resumed | None:
-    """Resume, showing progress; None on a run without any data if `or_start`."""
-    from ckptmgr.core.errors import CheckpointNotFoundError
+    run_url: str, selector: Selector, to: Path | None, tier: LocalTier | None, *, strict: bool, replace: bool
+) -> Resumed:
+    """Resume, showing progress."""
+    from ckptmgr.run.candidates import open_to_resume
     from ckptmgr.run.resume import resume as execute
 
-    try:
-        with _Bar() as bar:
-            resumed = execute(run, selector, to=to, tier=tier, strict=strict, replace=replace, progress=bar)
-    except CheckpointNotFoundError as exc:
-        if or_start and not selector.is_explicit and getattr(exc, "empty", False):
-            return None
-        raise
-    for skipped in resumed.skipped:
-        warn(f"step {skipped.stem.step} ({skipped.stem}) was passed over: {skipped.why}")
+    run = open_to_resume(run_url, tier)
+    with _Bar() as bar:
+        resumed = execute(run, selector, to=to, tier=tier, strict=strict, replace=replace, progress=bar)
     origin = {"local": "from the local tier", "remote": f"from {run.url}", None: "already there"}[resumed.source]
     say(f"step {resumed.manifest.step} ({resumed.manifest.id}), {size(resumed.manifest.size_bytes)} verified, {origin}")
     return resumed
@@ -140,7 +149,7 @@ class _Bar:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._moved: Callable[[int], None] = lambda count: None
+        self._moved: Callable[[int], None] = lambda moved: None
 
     def __enter__(self) -> _Bar:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
@@ -152,8 +161,8 @@ class _Bar:
         self._stack.close()
         self._moved = self._stack.enter_context(progress(f"step {manifest.step}", manifest.size_bytes))
 
-    def moved(self, count: int) -> None:
-        self._moved(count)
+    def moved(self, moved: int) -> None:
+        self._moved(moved)
 
 
 def _resumed_json(resumed: Resumed | None) -> dict[str, Any]:
@@ -190,10 +199,10 @@ def _launch(command: list[str], resumed: Resumed | None, run_url: str, local_dir
     if local_dir is not None:
         environment[LOCAL_DIR_ENV] = os.path.abspath(local_dir)
     words = fill_in(command, path)
-    say(f"running {shlex.join(words)}" + ("" if path else " from scratch"))
+    say(f"{'resuming' if path else 'starting from scratch'}: {shlex.join(words)}")
     code = launch(words, environment)
-    pending = _drain(_tier(local_dir), run_url)
-    return 6 if code == 0 and pending else code
+    left = _drain(_tier(local_dir), run_url)
+    return 6 if code == 0 and left else code
 
 
 # --- drain ----------------------------------------------------------------------------------------------------------------
@@ -203,12 +212,11 @@ def drain(
     local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", envvar="CKPTMGR_LOCAL_DIR", help="A local tier.")],
     as_json: Json = False,
 ) -> None:
-    """Upload what is pending in a local tier. Exit 6 if something is left."""
+    """Upload what is pending in a local tier, newest first, each to the run that it was saved for."""
     from ckptmgr.run.tier import LocalTier
 
     tier = LocalTier.open(local_dir)
-    targets = sorted({entry.target for _, entry in tier.pending() if entry.target})
-    left = [stem for target in targets for stem in _drain(tier, target)]
+    left = _drain(tier, None)
     if as_json:
         emit_json({"local_dir": str(tier.root), "pending": left})
     elif not left:
@@ -217,28 +225,42 @@ def drain(
         raise typer.Exit(6)
 
 
-def _drain(tier: LocalTier | None, target: str) -> list[str]:
-    """Upload what is pending for `target`; the ids left. A store that cannot be opened leaves all of them."""
+def _drain(tier: LocalTier | None, default_target: str | None) -> list[str]:
+    """Upload what is pending, and return the ids of what still is. A store that cannot be opened leaves everything.
+
+    Args:
+        default_target: for saves whose journal was lost.
+    """
+    from ckptmgr.backends.registry import normalize_url
+
+    if tier is None:
+        return []
+    fallback = "" if default_target is None else normalize_url(default_target)
+    for target in sorted({entry.target or fallback for _, entry in tier.pending()}):
+        _drain_to(tier, target)
+    return [manifest.id for manifest, _ in tier.pending()]
+
+
+def _drain_to(tier: LocalTier, target: str) -> None:
     from ckptmgr.core.errors import CkptmgrError
     from ckptmgr.run.directory import RunDirectory, same_run
     from ckptmgr.transfer.drain import drain as execute
 
-    if tier is None:
-        return []
+    if not target:
+        warn(f"{tier.root} does not say where some of its saves belong - `ckptmgr push` takes them to a run")
+        return
     try:
         run = RunDirectory.open(target)
         same_run(tier.run, run)
         done = execute(tier, run)
     except CkptmgrError as exc:
-        warn(str(exc))
-        return [manifest.id for manifest, _ in tier.pending()]
+        warn(f"nothing could be uploaded from {tier.root}: {exc}")
+        return
     for stem in done.committed:
         say(f"committed step {stem.step} ({stem})")
     for stem in done.pending:
-        warn(
-            f"step {stem.step} ({stem}) is still only in {tier.root}: {done.errors.get(stem, 'another process has it in hand')}"
-        )
-    return [str(stem) for stem in done.pending]
+        if stem not in done.errors:  # those were logged when they happened
+            warn(f"step {stem.step} ({stem}) is in the hands of another process")
 
 
 # --- push -----------------------------------------------------------------------------------------------------------------
@@ -293,7 +315,8 @@ def push(
         return
     emit(str(pushed.stem))
     what = "was there already" if pushed.existed else "committed"
-    say(f"step {manifest.step}, {len(manifest.files)} files, {size(manifest.size_bytes)}: {what} in {run.url}")
+    files = count(len(manifest.files), "file")
+    say(f"step {manifest.step}, {files}, {size(manifest.size_bytes)}: {what} in {run.url}")
 
 
 def _metric(text: str) -> tuple[str, float]:

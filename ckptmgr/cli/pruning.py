@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptmgr.cli.looking import Json
-from ckptmgr.cli.output import emit, emit_json, say, show_table, size, table, warn
+from ckptmgr.cli.command import Command
+from ckptmgr.cli.looking import Json, Run
+from ckptmgr.cli.output import emit, emit_json, say, size, warn
+from ckptmgr.cli.tables import Column, Table
+from ckptmgr.cli.tables import show as show_table
 
 if TYPE_CHECKING:
-    from ckptmgr.core.retention import RetentionPlan, RetentionRule, Verdict
+    from ckptmgr.core.retention import RetentionRule, Verdict
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
+_EPILOG = """\b
+Examples:
+  ckptmgr prune s3://bucket/exp/run --keep-last 3 --keep-best eval_loss:min:2
+  ckptmgr prune s3://bucket/exp/run --keep-every 1000 --keep-within 7d --yes
+
+The rules add up: what any of them keeps stays. The newest, what the present attempt resumed from, tagged ones, one that is being read on this
+machine, and other lineages (without --all-lineages) always stay, and so does all data without a manifest.
+
+Exit codes: 0 done, or planned; 2 wrong usage, no rule; 3 no such run; 4 the store is unavailable or refuses; 5 the newest one is damaged, so
+nothing was removed."""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("prune")(prune)
+    app.command("prune", cls=Command, epilog=_EPILOG, short_help="Remove checkpoints that no rule keeps.")(prune)
 
 
 def prune(
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run.")],
+    run_url: Run,
     keep_last: Annotated[
         int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N of the lineage.")
     ] = None,
     keep_best: Annotated[
-        list[str] | None, typer.Option("--keep-best", metavar="METRIC[:MODE[:K]]", help="Keep the best K.")
+        list[str] | None,
+        typer.Option("--keep-best", metavar="METRIC[:MODE[:K]]", help="Keep the best K (1); MODE is min or max."),
     ] = None,
     keep_worst: Annotated[
-        list[str] | None, typer.Option("--keep-worst", metavar="METRIC[:MODE[:K]]", help="Keep the worst K.")
+        list[str] | None,
+        typer.Option(
+            "--keep-worst", metavar="METRIC[:MODE[:K]]", help="Keep the worst K; MODE still says what is better."
+        ),
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="Keep multiples of N steps.")
+        int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that are multiples of N.")
     ] = None,
     keep_within: Annotated[
-        str | None, typer.Option("--keep-within", metavar="7d", help="Keep those younger than this.")
+        str | None, typer.Option("--keep-within", metavar="7d", help="Keep those younger than this (s, m, h, d, w).")
     ] = None,
     all_lineages: Annotated[
-        bool, typer.Option("--all-lineages", help="Also remove from lineages left behind.")
+        bool, typer.Option("--all-lineages", help="Also remove from lineages that were left behind.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only the plan is shown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove checkpoints that no rule keeps. The newest, tagged and resumed-from ones always stay."""
+    """Show which checkpoints no rule keeps; with --yes, remove them."""
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.prune import plan_prune
     from ckptmgr.run.prune import prune as execute
@@ -52,8 +71,11 @@ def prune(
     rule = _rule(keep_last, keep_best or (), keep_worst or (), keep_every, keep_within)
     run = RunDirectory.open(run_url)
     if not yes:
-        plan = plan_prune(run.history(), rule, all_lineages=all_lineages)
-        _emit(plan, plan.delete, applied=False, as_json=as_json, where=run.url)
+        history = run.history()
+        plan = plan_prune(history, rule, all_lineages=all_lineages)
+        for stem, problem in sorted(history.broken.items()):
+            warn(f"{stem} is damaged and stays: {problem}")
+        _emit(plan.keep, plan.delete, applied=False, as_json=as_json, where=run.url)
         return
     done = execute(
         run,
@@ -62,31 +84,47 @@ def prune(
         tick=lambda verdict: say(f"removing step {verdict.manifest.step} ({verdict.manifest.id})"),
     )
     for verdict in done.spared:
-        warn(f"{verdict.manifest.id} stays: it was tagged or is being read")
+        warn(f"{verdict.manifest.id} stays: {', '.join(verdict.reasons)}")
     for stem in done.finished:
         say(f"finished the interrupted removal of {stem}")
-    _emit(done.plan, done.deleted, applied=True, as_json=as_json, where=run.url)
+    _emit([*done.plan.keep, *done.spared], done.deleted, applied=True, as_json=as_json, where=run.url)
 
 
-def _emit(plan: RetentionPlan, delete: Iterable[Verdict], *, applied: bool, as_json: bool, where: str) -> None:
-    gone = list(delete)
-    freed = sum(verdict.manifest.size_bytes for verdict in gone)
+def _emit(keep: Sequence[Verdict], delete: Sequence[Verdict], *, applied: bool, as_json: bool, where: str) -> None:
+    freed = sum(verdict.manifest.size_bytes for verdict in delete)
     if as_json:
-        emit_json({"keep": _json(plan.keep), "delete": _json(gone), "freed_bytes": freed, "applied": applied})
+        emit_json({"keep": _json(keep), "delete": _json(delete), "freed_bytes": freed})
         return
-    made = table("", "step", "size", "why", "id", right=("step", "size"))
-    doomed = {verdict.manifest.stem for verdict in gone}
-    for verdict in sorted([*plan.keep, *gone], key=lambda verdict: verdict.manifest.stem):
-        manifest = verdict.manifest
-        mark = ("removed" if applied else "remove") if manifest.stem in doomed else "keep"
-        made.add_row(mark, str(manifest.step), size(manifest.size_bytes), ", ".join(verdict.reasons), manifest.id)
-    show_table(made)
+    if keep or delete:
+        _show(keep, delete, "removed" if applied else "remove")
     if applied:
-        emit(f"{where}: removed {len(gone)}, kept {len(plan.keep)}, freed {size(freed)}")
+        emit(f"{where}: removed {len(delete)}, kept {len(keep)}, freed {size(freed)}")
+    elif delete:
+        every = len(delete) + len(keep)
+        emit(f"{where}: would remove {len(delete)} of {every} and free {size(freed)}; add --yes to do it")
     else:
-        emit(
-            f"{where}: would remove {len(gone)} of {len(gone) + len(plan.keep)} and free {size(freed)}; add --yes to do it"
+        emit(f"{where}: nothing to remove")
+
+
+def _show(keep: Sequence[Verdict], delete: Sequence[Verdict], word: str) -> None:
+    table = Table(
+        Column(title="plan"),
+        Column(title="step", right=True),
+        Column(title="size", right=True),
+        Column(title="why", least=12),
+        Column(title="id"),
+    )
+    doomed = {verdict.manifest.stem for verdict in delete}
+    for verdict in sorted([*keep, *delete], key=lambda verdict: verdict.manifest.stem):
+        manifest = verdict.manifest
+        table.add(
+            word if manifest.stem in doomed else "keep",
+            str(manifest.step),
+            size(manifest.size_bytes),
+            ", ".join(verdict.reasons),
+            manifest.id,
         )
+    show_table(table)
 
 
 def _json(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:

@@ -6,9 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ckptmgr.cli.command import Command
+
+_EPILOG = "Needs PyTorch. Exit codes: 0 the resumed run equals the uninterrupted one; 1 it does not; 2 PyTorch is missing; 4 the store refuses."
+
 
 def register(app: typer.Typer) -> None:
-    app.command("demo")(demo)
+    app.command("demo", cls=Command, epilog=_EPILOG, short_help="Train, be killed, resume, and be proven equal.")(demo)
 
 
 def demo(

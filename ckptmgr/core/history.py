@@ -68,7 +68,7 @@ class History:
             CheckpointNotFoundError: none does.
             ManifestError: the one it means cannot be read.
         """
-        meant = self._meant(selector)
+        meant = self.meant(selector)
         if meant is not None and meant in self.broken:
             raise self.broken[meant]
         found = choose(selector, self.readable_chain(), self.others(), self.tags)
@@ -78,8 +78,11 @@ class History:
             raise CheckpointNotFoundError(f"no checkpoint matches {selector}: {have}", hint="see `ckptmgr ls --all`")
         return found
 
-    def _meant(self, selector: Selector) -> Stem | None:
-        """The stem that `selector` means as far as names alone tell; metrics need manifests that can be read."""
+    def meant(self, selector: Selector) -> Stem | None:
+        """The stem that `selector` means as far as names alone tell, whether its manifest can be read or not; None for metrics.
+
+        A stem of `id:` or of a tag may be one that is not there.
+        """
         match selector.kind:
             case "latest":
                 return self.newest()
@@ -87,4 +90,4 @@ class History:
                 return next((stem for stem in self.chain() if stem.step == selector.step), None)
             case "tag":
                 return self.tags.get(selector.tag)
-        return selector.stem
+        return selector.stem  # None for metrics

@@ -10,7 +10,7 @@ from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, NotCommi
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.selectors import Selector
-from ckptmgr.run.directory import RunDirectory, same_run
+from ckptmgr.run.directory import RunDirectory, holds_anything, same_run
 from ckptmgr.run.tier import LocalTier
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ def candidates(
     """
     remote, local = look(run, tier)
     history = merged(remote, local)
+    if not history.has_commits:
+        raise nothing_committed(run, history)
     if selector.kind == "latest":
         wanted = history.chain()
         if not wanted:
@@ -110,11 +112,36 @@ def nothing_committed(run: RunDirectory, history: History) -> CheckpointNotFound
             empty=False,
         )
     loose = run.loose_data([*history.manifests, *history.closed])
-    if loose or history.closed:
-        what = f"{len(loose)} uncommitted or foreign" if loose else f"{len(history.closed)} pruned or aborted"
+    pruned = [stem for stem, record in history.closed.items() if record.closed == "pruned"]
+    if loose or pruned:
+        what = f"{len(loose)} uncommitted or foreign" if loose else f"{len(pruned)} pruned"
         return NotCommittedError(
             f"{run.url} holds data ({what}) but no committed checkpoint",
             hint="see `ckptmgr ls --all`; to train from scratch there, use another run name",
             empty=False,
         )
     return CheckpointNotFoundError(f"{run.url} has no checkpoint yet", hint="nothing to resume", empty=True)
+
+
+def open_to_resume(url: str, tier: LocalTier | None) -> RunDirectory:
+    """The run at `url`, as `RunDirectory.open`; one that the store does not have (yet) may still be in the local tier.
+
+    Raises:
+        CheckpointNotFoundError: neither has it; with `empty` True, for the store has nothing at all there.
+        NotCommittedError: the store holds something there, but no run.
+        ConfigError, ManifestError, BackendError: as `RunDirectory.open`.
+    """
+    try:
+        return RunDirectory.open(url)
+    except CheckpointNotFoundError as exc:
+        if holds_anything(url):
+            raise NotCommittedError(
+                f"{exc.message}, but there is something else",
+                hint="if it is a store, name one of its runs (`ckptmgr ls`); else use another run name",
+                empty=False,
+            ) from exc
+        if tier is not None and tier.run.history().has_commits:
+            logger.warning("%s; going by the local tier %s alone", exc.message, tier.root)
+            return RunDirectory.absent(url, tier.run.record)
+        exc.__dict__.update(empty=True)
+        raise

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from ckptmgr.core.errors import (
     ManifestVersionError,
     ObjectExistsError,
     ObjectNotFoundError,
+    TransientBackendError,
 )
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
@@ -118,6 +118,13 @@ class RunDirectory:
         return cls.open(url, fs=run.fs, root=run.root)
 
     @classmethod
+    def absent(cls, url: str, record: RunRecord) -> RunDirectory:
+        """A run that the store does not have, as if it had: nothing is in it, and nothing is created."""
+        run = cls._at(url, None, None)
+        run.record = record
+        return run
+
+    @classmethod
     def _at(cls, url: str, fs: Backend | None, root: str | None) -> RunDirectory:
         from ckptmgr.backends.registry import normalize_url, open_store
 
@@ -206,7 +213,7 @@ class RunDirectory:
         broken: dict[Stem, ManifestError] = {}
         closed: dict[Stem, ClosingRecord] = {}
         stems = self.stems()
-        for stem, outcome in zip(stems, self._map(self._read_manifest, stems), strict=True):
+        for stem, outcome in zip(stems, self.map(self._read_manifest, stems), strict=True):
             if isinstance(outcome, Manifest):
                 found[stem] = outcome
             elif isinstance(outcome, ClosingRecord):
@@ -264,7 +271,7 @@ class RunDirectory:
         """Every claimed attempt. A record that cannot be read still counts as claimed: numbers are never reused."""
         found: dict[int, AttemptRecord] = {}
         keys = [key for key in self.keys(layout.ATTEMPTS) if layout.attempt_number(key) is not None]
-        for key, data in zip(keys, self._map(self.read, keys), strict=True):
+        for key, data in zip(keys, self.map(self.read, keys), strict=True):
             number = layout.attempt_number(key)
             if data is None or number is None or number in found:
                 continue
@@ -282,7 +289,7 @@ class RunDirectory:
         """Where each tag points. A tag that cannot be read is an error: prune must not take its checkpoint for untagged."""
         found: dict[str, Stem] = {}
         keys = [key for key in self.keys(layout.TAGS) if key.endswith(".json")]
-        for key, data in zip(keys, self._map(self.read, keys), strict=True):
+        for key, data in zip(keys, self.map(self.read, keys), strict=True):
             if data is not None:
                 record = decode_tag(data, where=f"{self.url}/{key}")
                 found[record.tag] = record.stem
@@ -331,16 +338,18 @@ class RunDirectory:
             raise ConflictError(f"{stem} was pruned and cannot be tagged", hint="choose one of `ckptmgr ls`")
         self.fs.pipe_file(self.path(key), encode_tag(TagRecord(tag=name, stem=stem, created_at=utc_stamp())))
 
-    def _map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
+    def map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
         """`function` over `items`, in order; on a remote store several at once, for each costs a round trip."""
         if self.fs.capabilities.is_local or len(items) < 2:
             return [function(item) for item in items]
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(max_workers=min(_READERS, len(items)), thread_name_prefix="ckptmgr-read") as pool:
             return list(pool.map(function, items))
 
 
 def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError | ManifestError]]]:
-    """The runs one level below a store's `url`, by name; one whose run.json cannot be read comes as (name, error).
+    """The runs one level below a store's `url`, by name; one whose run.json cannot be read, or is refused, comes as (name, error).
 
     Returns:
         The store's normalised URL, and the runs.
@@ -352,34 +361,41 @@ def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError 
     from ckptmgr.backends.registry import normalize_url, open_store
 
     fs, root = open_store(url)
-    store = normalize_url(url)
-    probe = RunDirectory(fs=fs, root=root, url=store)
+    store = RunDirectory(fs=fs, root=root, url=normalize_url(url))
     try:
-        names = [
-            str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
-            for entry in fs.ls(root, detail=True)
-            if entry["type"] == "directory"
-        ]
+        entries = fs.ls(root, detail=True)
     except ObjectNotFoundError as exc:
         raise CheckpointNotFoundError(
-            f"nothing is stored at {store}", hint="check the URL; a run appears with its first checkpoint", url=store
+            f"nothing is stored at {store.url}",
+            hint="check the URL; a run appears with its first checkpoint",
+            url=store.url,
         ) from exc
-    probe.refuse_file()
-    found: list[RunDirectory | tuple[str, BackendError | ManifestError]] = []
-    for name in sorted(names):
-        try:
-            found.append(RunDirectory.open(f"{store}/{name}", fs=fs, root=f"{root}/{name}" if root else name))
-        except CheckpointNotFoundError:
-            continue
-        except ManifestError as exc:
-            found.append((name, exc))
+    names = sorted(
+        str(entry["name"]).rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"
+    )
+    found = [run for run in store.map(lambda name: _run_below(store, name), names) if run is not None]
     if not found:
         raise CheckpointNotFoundError(
-            f"no run at {store} or one level below it",
+            f"no run at {store.url} or one level below it",
             hint="check the URL; a run appears with its first checkpoint",
-            url=store,
+            url=store.url,
         )
-    return store, found
+    return store.url, found
+
+
+def _run_below(store: RunDirectory, name: str) -> RunDirectory | tuple[str, BackendError | ManifestError] | None:
+    """The run `name` of `store`; None if that is no run."""
+    run = RunDirectory(fs=store.fs, root=f"{store.root}/{name}" if store.root else name, url=f"{store.url}/{name}")
+    try:
+        data = run.read(layout.RUN_FILE)
+        if data is None:
+            return None
+        run.record = decode_run(data, where=f"{run.url}/{layout.RUN_FILE}")
+    except TransientBackendError:
+        raise
+    except (BackendError, ManifestError) as exc:
+        return name, exc
+    return run
 
 
 def same_run(local: RunDirectory, remote: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptmgr.backends.atomic import digest_file, link_or_copy
+from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
 from ckptmgr.core.manifest import FileEntry
 from ckptmgr.core.protocol import (
@@ -196,7 +197,15 @@ def file_problem(path: Path, entry: FileEntry) -> str | None:
         size = path.stat().st_size
         if size != entry.size:
             return f"has {size} bytes instead of {entry.size}"
-        digest = digest_file(path).blake3
+        return digest_problem(digest_file(path), entry)
     except (FileNotFoundError, SourceChangedError):
         return "is missing"
-    return None if digest == entry.blake3 else f"has the blake3 {digest[:16]}… instead of {entry.blake3[:16]}…"
+
+
+def digest_problem(digests: Digests, entry: FileEntry) -> str | None:
+    """How bytes that amount to `digests` differ from `entry`; None if they do not."""
+    if digests.size != entry.size:
+        return f"has {digests.size} bytes instead of {entry.size}"
+    if digests.blake3 == entry.blake3:
+        return None
+    return f"has the blake3 {digests.blake3[:16]}… instead of {entry.blake3[:16]}…"

@@ -36,25 +36,35 @@ def fill_in(command: Sequence[str], path: str | None) -> list[str]:
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` to its end and return its exit code, 128 + n if signal n killed it.
+    """Run `command` to its end and return its exit code, 128 + n if signal n killed it. Call it from the main thread.
 
-    Signals that reach this process are sent on to the command, except Ctrl-C at a terminal, which the terminal sends to both.
+    Signals that reach this process are sent on to the command, except Ctrl-C at a terminal, which the terminal sends to both. A signal that this
+    process was started to ignore (`nohup`) is ignored by both.
 
     Raises:
         ConfigError: it cannot be started.
     """
-    try:
-        child = subprocess.Popen(list(command), env={**os.environ, **environment})
-    except OSError as exc:
-        raise ConfigError(f"cannot run {command[0]!r}: {exc.strerror}", hint="check the command after --") from exc
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         if number in (signal.SIGINT, signal.SIGQUIT) and _at_terminal():
             return
-        child.send_signal(number)
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    # Before the command exists: a signal that came in between would end this process and leave the command behind.
+    heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, forward) for number in heard}
     try:
+        try:
+            child = subprocess.Popen(list(command), env={**os.environ, **environment})
+        except OSError as exc:
+            raise ConfigError(f"cannot run {command[0]!r}: {exc.strerror}", hint="check the command after --") from exc
+        for number in early:
+            child.send_signal(number)
         code = child.wait()
     finally:
         for number, handler in previous.items():

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptmgr.core.errors import BackendError, ManifestError
+from ckptmgr.core.errors import BackendError, CkptmgrError, ManifestError, TransientBackendError
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory, runs_of
-from ckptmgr.run.verify import damage_of
 
 State = Literal["committed", "damaged", "uncommitted", "foreign"]
 Lineage = Literal["current", "abandoned"]
@@ -41,14 +40,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One line of `ls STORE`. With `error`, the run could not be read, and the other fields say nothing."""
+    """One line of `ls STORE`.
+
+    Attributes:
+        name: of the run's directory.
+        kind: None if not even run.json could be read.
+        latest: the newest of the present lineage.
+        error: why the run could not be read; the other fields say nothing then.
+    """
 
     name: str
-    kind: str = ""
+    kind: str | None = None
     checkpoints: int = 0
     latest: Stem | None = None
     size_bytes: int = 0
-    error: str = ""
+    error: CkptmgrError | None = None
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether the store refused to show it, as opposed to showing something damaged."""
+        return isinstance(self.error, BackendError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +105,8 @@ def _row(
     manifest = history.manifests.get(stem)
     why = str(history.broken[stem]) if manifest is None else ""
     if manifest is not None and check:
+        from ckptmgr.run.verify import damage_of  # what a plain `ls` does not need is not loaded
+
         why = "; ".join(f"{damage.file} {damage.why}" for damage in damage_of(run, manifest))
     return Row(
         id=str(stem),
@@ -107,18 +120,25 @@ def _row(
 
 
 def store_overview(url: str) -> tuple[str, list[RunRow]]:
-    """The runs one level below `url`, by name, with the newest checkpoint of each one's lineage."""
+    """The runs one level below `url`, by name, with the newest checkpoint of each one's lineage.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        BackendError: the store could not be asked. What it refuses of one run (403) is that run's `error`.
+    """
     store, runs = runs_of(url)
     return store, [
-        _run_row(run) if isinstance(run, RunDirectory) else RunRow(name=run[0], error=str(run[1])) for run in runs
+        _run_row(run) if isinstance(run, RunDirectory) else RunRow(name=run[0], error=run[1]) for run in runs
     ]
 
 
 def _run_row(run: RunDirectory) -> RunRow:
     try:
         history = run.history()
+    except TransientBackendError:
+        raise  # the store is down for all of them: asking for each would take as many times as long
     except (BackendError, ManifestError) as exc:
-        return RunRow(name=run.name, kind=run.record.kind, error=str(exc))
+        return RunRow(name=run.name, kind=run.record.kind, error=exc)
     return RunRow(
         name=run.name,
         kind=run.record.kind,

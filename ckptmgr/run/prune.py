@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ckptmgr.core import protocol
@@ -30,7 +30,7 @@ class Pruned:
     Attributes:
         plan: what was decided.
         deleted: checkpoints removed, oldest first.
-        spared: planned to go, but tagged or in use by the time their turn came.
+        spared: planned to go, but tagged or in use by the time their turn came; with that reason.
         finished: interrupted removals of an earlier prune that were completed.
     """
 
@@ -97,8 +97,13 @@ def prune(
         stem = verdict.manifest.stem
         with locks.exclusive(run.uuid, stem, "read") as free:
             # Tags are read again each time: one that was set a moment ago must hold.
-            if not free or stem in run.tags().values():
-                spared.append(verdict)
+            why = (
+                [f"tag:{tag}" for tag, tagged in run.tags().items() if tagged == stem]
+                if free
+                else ["in use by a reader"]
+            )
+            if why:
+                spared.append(replace(verdict, reasons=tuple(why)))
                 continue
             tick(verdict)
             drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ckptmgr.backends.atomic import fsync_dir, fsync_file, make_dirs_durable
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigError,
-    DiskFullError,
-    IntegrityError,
-    ManifestError,
-)
+from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
+from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Fetched, Unusable
@@ -26,12 +19,13 @@ from ckptmgr.core.selectors import Selector
 from ckptmgr.run import locks
 from ckptmgr.run.candidates import Candidate, candidates
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.driver import StoreDriver, drive, file_problem
-from ckptmgr.run.sidecar import Sidecar, read_sidecar, write_sidecar
-from ckptmgr.run.tier import PARTIAL, LocalTier
+from ckptmgr.run.driver import StoreDriver, drive
+from ckptmgr.run.sidecar import Sidecar
+from ckptmgr.run.target import Target
+from ckptmgr.run.tier import LocalTier
 
 logger = logging.getLogger(__name__)
-_KEEP_FREE = 16 << 20
+How = Literal["auto", "explicit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +53,7 @@ class Resumed:
     directory: Path
     manifest: Manifest
     source: Literal["local", "remote"] | None
-    how: Literal["auto", "explicit"]
+    how: How
     skipped: tuple[Skipped, ...] = field(default_factory=tuple)
 
 
@@ -106,60 +100,53 @@ def resume(
         replace: replace whatever else `to` holds.
 
     Raises:
-        CheckpointNotFoundError: nothing matches (`empty` is True on a run without any data).
+        CheckpointNotFoundError: nothing matches (`empty` is True on a run without any data), or it was removed meanwhile.
         NotCommittedError: there is data, but nothing committed.
+        ManifestError: the manifest of what is meant cannot be read.
         IntegrityError: what is meant is damaged, or all are.
         CheckpointExistsError: `to` holds something else; nothing was changed.
+        ConfigError: `to` cannot be used; nothing was changed.
         DiskFullError: no room for it; nothing was fetched.
         BackendError: the store could not be asked (I7).
     """
     progress = progress or _Silent()
-    how: Literal["auto", "explicit"] = "explicit" if selector.is_explicit else "auto"
+    how: How = "explicit" if selector.is_explicit else "auto"
     wanted, history = candidates(selector, run, tier, fall_back=not strict)
+    roots = [
+        Path(place.root) for place in (run, tier.run if tier else None) if place and place.fs.capabilities.is_local
+    ]
     skipped: list[Skipped] = []
+    removed = True
     for places in wanted:
         stem = places[0].stem
         directory = to if to is not None else (under or Path(run.name)) / f"checkpoint-{stem.step}"
-        directory = Path(os.path.abspath(directory))
-        problems: list[str] = []
-        removed = True
-        for place in places:
-            outcome = _restore(place, directory, history.manifests.get(stem), replace, how, progress)
-            if isinstance(outcome, Unusable):
-                logger.warning(
-                    "%s in %s cannot be used: %s%s",
-                    stem,
-                    place.run.url,
-                    f"{outcome.file} " if outcome.file else "",
-                    outcome.why,
-                )
-                problems.append(f"{place.source}: {outcome.file + ' ' if outcome.file else ''}{outcome.why}")
-                removed = removed and outcome.removed
-                continue
+        target = Target(Path(os.path.abspath(directory)))
+        for root in roots:
+            target.refuse_run(root)
+        outcome = _restore(places, target, history, replace, how, progress)
+        if not isinstance(outcome, Unusable):
             manifest, source = outcome
             return Resumed(
-                path=_entry_point(directory, manifest),
-                directory=directory,
+                path=_entry_point(target.directory, manifest),
+                directory=target.directory,
                 manifest=manifest,
                 source=source,
                 how=how,
                 skipped=tuple(skipped),
             )
-        why = "; ".join(problems)
+        why = f"{outcome.file} {outcome.why}".strip()
         if how == "explicit" or strict:
-            raise _failure(stem, run, why, removed)
+            raise _failure(stem, run, why, outcome.removed)
+        logger.warning("step %d (%s) of %s is passed over: %s", stem.step, stem, run.url, why)
         skipped.append(Skipped(stem=stem, why=why))
-    raise IntegrityError(
-        f"none of the {len(skipped)} checkpoints of {run.url} can be used; the newest, {skipped[0].stem}: {skipped[0].why}",
-        hint="see `ckptmgr verify`; nothing was changed",
-        skipped=tuple(skipped),
-    )
+        removed = removed and outcome.removed
+    raise _none_left(run, skipped, removed)
 
 
 def _failure(stem: Stem, run: RunDirectory, why: str, removed: bool) -> CheckpointNotFoundError | IntegrityError:
     if removed:
         return CheckpointNotFoundError(
-            f"{stem} of {run.url} {why}", hint="it was pruned meanwhile; choose another of `ckptmgr ls`"
+            f"{stem} of {run.url}: {why}", hint="it was pruned meanwhile; choose another of `ckptmgr ls`"
         )
     return IntegrityError(
         f"{stem} of {run.url} is damaged: {why}",
@@ -168,108 +155,57 @@ def _failure(stem: Stem, run: RunDirectory, why: str, removed: bool) -> Checkpoi
     )
 
 
+def _none_left(
+    run: RunDirectory, skipped: Sequence[Skipped], removed: bool
+) -> CheckpointNotFoundError | IntegrityError:
+    if removed:
+        return CheckpointNotFoundError(
+            f"all checkpoints of {run.url} were removed meanwhile", hint="look again with `ckptmgr ls`"
+        )
+    return IntegrityError(
+        f"none of the {len(skipped)} checkpoints of {run.url} can be used; the newest, {skipped[0].stem}: {skipped[0].why}",
+        hint="see `ckptmgr verify`; nothing was changed",
+        skipped=tuple(skipped),
+    )
+
+
 def _restore(
-    place: Candidate,
-    directory: Path,
-    known: Manifest | None,
-    replace: bool,
-    how: Literal["auto", "explicit"],
-    progress: Progress,
+    places: Sequence[Candidate], target: Target, history: History, replace: bool, how: How, progress: Progress
 ) -> tuple[Manifest, Literal["local", "remote"] | None] | Unusable:
-    """Bring one checkpoint from one place to `directory`."""
-    if known is not None and _already_there(directory, known, how):
-        return known, None
-    _check_target(directory, replace)
-    if known is not None:
-        _check_room(place, directory, known)
-        progress.started(known, place.source)
-    partial = directory.with_name(directory.name + PARTIAL)
-    make_dirs_durable(partial)
-    with locks.reading(place.run.uuid, place.stem):
+    """Bring one checkpoint to `target`, from the first of its places that has it whole."""
+    stem = places[0].stem
+    manifest = history.manifests.get(stem)
+    if manifest is None:
+        return Unusable(stem, str(history.broken[stem]))
+    with target.alone():
+        if target.holds(manifest, how):
+            return manifest, None
+        target.check(replace=replace)
+        problems: list[Unusable] = []
+        for place in places:
+            target.check_room(manifest, linked_from=Path(place.run.root) if place.source == "local" else None)
+            progress.started(manifest, place.source)
+            outcome = _fetch(place, target, manifest, how, progress)
+            if isinstance(outcome, Fetched):
+                return outcome.manifest, place.source
+            problems.append(outcome)
+            if len(places) > len(problems):
+                logger.warning(
+                    "the copy of %s in %s cannot be used: %s %s", stem, place.run.url, outcome.file, outcome.why
+                )
+    # The store's word is the one that counts: what was there is either gone from it or damaged in it.
+    return problems[-1]
+
+
+def _fetch(place: Candidate, target: Target, manifest: Manifest, how: How, progress: Progress) -> Fetched | Unusable:
+    with target.partial_copy(manifest) as partial, locks.reading(place.run.uuid, place.stem):
         outcome = drive(
             protocol.fetch(place.stem, place.run.uuid),
             StoreDriver(place.run, target=partial, link=place.source == "local", moved=progress.moved),
         )
-    if isinstance(outcome, Fetched):
-        _publish(partial, directory, Sidecar(manifest=outcome.manifest, how=how))
-        return outcome.manifest, place.source
-    return outcome
-
-
-def _already_there(directory: Path, manifest: Manifest, how: Literal["auto", "explicit"]) -> bool:
-    """Whether `directory` holds exactly this checkpoint, by reading all of it; how it was chosen is brought up to date."""
-    if not directory.is_dir():
-        return False
-    try:
-        there = read_sidecar(directory)
-    except (CheckpointNotFoundError, ManifestError):
-        return False
-    if there.manifest.stem != manifest.stem or not there.manifest.same_content(manifest):
-        return False
-    names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-    if names != {entry.path for entry in manifest.files}:
-        return False
-    if any(file_problem(directory / entry.path, entry) is not None for entry in manifest.files):
-        return False
-    if there.how != how:
-        write_sidecar(directory, Sidecar(manifest=there.manifest, how=how))
-    return True
-
-
-def _check_target(directory: Path, replace: bool) -> None:
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
-    if os.path.lexists(directory) and not replace:
-        what = "holds something else" if directory.is_dir() else "is a file"
-        raise CheckpointExistsError(
-            f"{directory} {what}", hint="give another --to, or --replace to replace it; nothing was changed"
-        )
-    if not os.access(next(parent for parent in directory.parents if parent.exists()), os.W_OK):
-        raise ConfigError(f"{directory.parent} is not writable", hint="give another --to")
-
-
-def _check_room(place: Candidate, directory: Path, manifest: Manifest) -> None:
-    """Refuse before the first byte when the disk cannot hold it (K069). Hard links from a local tier need no room."""
-    parent = next(parent for parent in directory.parents if parent.exists())
-    if place.source == "local" and os.stat(place.run.root).st_dev == os.stat(parent).st_dev:
-        return
-    partial = directory.with_name(directory.name + PARTIAL)
-    have = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else 0
-    needed, free = manifest.size_bytes - have + _KEEP_FREE, shutil.disk_usage(parent).free
-    if needed > free:
-        raise DiskFullError(
-            f"{parent} has {free} bytes free, but checkpoint {manifest.id} needs {manifest.size_bytes}",
-            hint="free some space or give another --to; nothing was fetched",
-            needed_bytes=needed,
-            free_bytes=free,
-        )
-
-
-def _publish(partial: Path, directory: Path, sidecar: Sidecar) -> None:
-    """Give the fetched files their final name. Synced first: a name that survives a power cut must have its bytes."""
-    wanted = {entry.path for entry in sidecar.manifest.files}
-    for path in sorted(partial.rglob("*"), reverse=True):
-        if path.is_dir() and not path.is_symlink():
-            if not any(path.iterdir()):
-                path.rmdir()  # left over from another checkpoint
-        elif path.relative_to(partial).as_posix() not in wanted:
-            path.unlink()
-    for entry in sidecar.manifest.files:
-        fsync_file(partial / entry.path)
-    for folder in {partial, *(path for path in partial.rglob("*") if path.is_dir())}:
-        fsync_dir(folder)
-    # The sidecar comes first: without it the directory would be "something else" to a repeat after a kill between the two.
-    write_sidecar(directory, sidecar)
-    old: Path | None = None
-    if directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
-    elif os.path.lexists(directory):
-        old = directory.with_name(f"{directory.name}.replaced-{os.getpid()}")
-        os.rename(directory, old)
-    os.rename(partial, directory)
-    fsync_dir(directory.parent)
-    if old is not None:
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        if isinstance(outcome, Fetched):
+            target.publish(Sidecar(manifest=outcome.manifest, how=how))
+        return outcome
 
 
 def _entry_point(directory: Path, manifest: Manifest) -> Path:

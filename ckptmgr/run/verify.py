@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
+from ckptmgr.core.checksums import Digester
+from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError, ObjectNotFoundError
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, data_key, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.driver import check_stored, file_problem
+from ckptmgr.run.driver import check_stored, digest_problem, file_problem
 from ckptmgr.run.sidecar import read_sidecar
+
+_BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with one checkpoint. `stem` is None for a directory's own sidecar."""
+    """One thing that is wrong with one checkpoint: `file`, relative to it (or its manifest's key), `why`."""
 
     stem: Stem
     file: str
@@ -41,9 +43,12 @@ def verify_run(
     stems: Iterable[Stem],
     depth: Depth,
     *,
-    tick: Callable[[Manifest], None] = lambda manifest: None,
+    tick: Callable[[FileEntry], None] = lambda entry: None,
 ) -> list[Damage]:
     """Check each of `stems`; returns everything that is wrong, in their order. One that is pruned meanwhile is passed over.
+
+    Args:
+        tick: called after each file.
 
     Raises:
         BackendError: the store could not be asked; nothing is called damaged because of that (I7).
@@ -53,13 +58,12 @@ def verify_run(
         if stem in history.broken:
             found.append(Damage(stem=stem, file=manifest_key(stem), why=str(history.broken[stem])))
             continue
-        manifest = history.manifests[stem]
-        tick(manifest)
-        problems = [
-            Damage(stem=stem, file=entry.path, why=why)
-            for entry in manifest.files
-            if (why := _check(run, stem, entry, depth)) is not None
-        ]
+        problems = []
+        for entry in history.manifests[stem].files:
+            why = _check(run, stem, entry, depth)
+            if why is not None:
+                problems.append(Damage(stem=stem, file=entry.path, why=why))
+            tick(entry)
         if problems and _is_still_committed(run, stem):
             found.extend(problems)
     return found
@@ -103,10 +107,18 @@ def _check(run: RunDirectory, stem: Stem, entry: FileEntry, depth: Depth) -> str
         return None
     if run.fs.capabilities.is_local:
         return file_problem(Path(run.path(key)), entry)
-    with tempfile.TemporaryDirectory(prefix="ckptmgr-verify-") as folder:
-        copy = Path(folder, "object")
-        run.fs.get_file(run.path(key), str(copy))
-        return file_problem(copy, entry)
+    return _read_through(run, key, entry)
+
+
+def _read_through(run: RunDirectory, key: str, entry: FileEntry) -> str | None:
+    """How a stored object differs from `entry`, by reading all of it, block by block: a shard need not fit on this machine's disk."""
+    digester = Digester()
+    try:
+        for start in range(0, entry.size, _BLOCK_BYTES):
+            digester.update(run.fs.cat_file(run.path(key), start, min(start + _BLOCK_BYTES, entry.size)))
+    except ObjectNotFoundError:
+        return "is missing"
+    return digest_problem(digester.digests(), entry)
 
 
 def _is_still_committed(run: RunDirectory, stem: Stem) -> bool:

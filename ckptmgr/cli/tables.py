@@ -1,0 +1,127 @@
+"""Tables for a terminal: aligned columns that give way in a stated order when it is narrow, so that ids are never broken.
+
+Into a pipe a table keeps its full width and carries no colours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptmgr.cli.output import one_line
+
+_GAP = "  "
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: its head.
+        right: align right, for numbers.
+        least: may be cut, with an ellipsis, down to this many cells; None if never.
+        leave: left out when the terminal is too narrow, the highest number first; 0 if never.
+    """
+
+    title: str
+    right: bool = False
+    least: int | None = None
+    leave: int = 0
+
+
+class Table:
+    """Rows under `columns`; a column that is empty all the way down is not shown."""
+
+    def __init__(self, *columns: Column) -> None:
+        self._columns = columns
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: str) -> None:
+        """Append a row, one cell per column."""
+        if len(cells) != len(self._columns):
+            raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
+        self._rows.append(tuple(one_line(cell) for cell in cells))
+
+    def lines(self, *, width: int | None = None, styled: bool = False) -> list[str]:
+        """The table's lines.
+
+        Args:
+            width: cells to fit into, if leaving out and cutting columns can bring that about; None for no limit.
+            styled: bold heads and dim rules, by ANSI sequences.
+        """
+        shown = [at for at in range(len(self._columns)) if any(row[at] for row in self._rows)]
+        widths = _fit([self._columns[at] for at in shown], [max(map(_cells, self._column(at))) for at in shown], width)
+        layout = [(at, cells) for at, cells in zip(shown, widths, strict=True) if cells]
+        heads = [self._cell(self._columns[at].title, at, cells) for at, cells in layout]
+        head, rule = _GAP.join(heads).rstrip(), _GAP.join("─" * cells for _, cells in layout)
+        if styled:
+            head, rule = f"{_BOLD}{head}{_PLAIN}", f"{_DIM}{rule}{_PLAIN}"
+        body = (_GAP.join(self._cell(row[at], at, cells) for at, cells in layout).rstrip() for row in self._rows)
+        return [head, rule, *body]
+
+    def _column(self, at: int) -> list[str]:
+        return [self._columns[at].title, *(row[at] for row in self._rows)]
+
+    def _cell(self, text: str, at: int, cells: int) -> str:
+        text = _cut(text, cells)
+        padding = " " * (cells - _cells(text))
+        return padding + text if self._columns[at].right else text + padding
+
+
+def terminal_width() -> int | None:
+    """Cells in a line where stdout is a terminal; None where it is not, and nothing needs to fit."""
+    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else None
+
+
+def show(table: Table) -> None:
+    """Print `table` on stdout, as wide as the terminal allows."""
+    styled = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    for line in table.lines(width=terminal_width(), styled=styled):
+        print(line)
+
+
+def _fit(columns: Sequence[Column], natural: Sequence[int], width: int | None) -> list[int]:
+    """The width of each column, 0 for one that is left out."""
+    widths = list(natural)
+    if width is None:
+        return widths
+    for at in [
+        -1,
+        *sorted((at for at, column in enumerate(columns) if column.leave), key=lambda at: -columns[at].leave),
+    ]:
+        if at >= 0:
+            widths[at] = 0
+        over = sum(widths) + len(_GAP) * (sum(map(bool, widths)) - 1) - width
+        slack = [
+            max(0, cells - max(column.least, _cells(column.title))) if column.least is not None else 0
+            for column, cells in zip(columns, widths, strict=True)
+        ]
+        if over <= sum(slack):
+            break
+    # What even that does not bring down to `width` is left to the terminal: a line that wraps still holds every id whole.
+    while over > 0 and any(slack):
+        widest = max((at for at in range(len(widths)) if slack[at]), key=lambda at: widths[at])
+        widths[widest], slack[widest], over = widths[widest] - 1, slack[widest] - 1, over - 1
+    return widths
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _cut(text: str, cells: int) -> str:
+    if _cells(text) <= cells:
+        return text
+    while text and _cells(text) >= cells:
+        text = text[:-1]
+    return f"{text}…"
