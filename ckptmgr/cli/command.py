@@ -7,29 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 _SIMPLE: dict[Any, Callable[[str], Any]] = {str: str, int: int, Path: Path}
 
 
-class Command(TyperCommand):
+class _OwnConversion:
+    """Converts words, whole numbers and paths here.
+
+    Newer versions of typer load pydantic for it, which takes longer than `ckptmgr ls` does; older ones convert by themselves, and what is set
+    here goes unused.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, the help option included, which typer makes on demand."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            theirs = getattr(param, "get_runtime_param", None)
+            if theirs is not None and not isinstance(getattr(theirs, "__self__", None), _Conversion):
+                param.get_runtime_param = _Conversion(theirs).itself
+        return params
+
+
+class Group(_OwnConversion, TyperGroup):
+    """The commands."""
+
+
+class Command(_OwnConversion, TyperCommand):
     """One command.
 
-    Words, whole numbers and paths are converted here. Newer versions of typer load pydantic for it, which takes longer than `ckptmgr ls`
-    does; older ones convert by themselves, and what is set here goes unused.
-
-    Args:
+    Attributes:
         tail: what the usage line ends with.
     """
 
     tail: tuple[str, ...] = ()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for parameter in self.params:
-            theirs = getattr(parameter, "get_runtime_param", None)
-            if theirs is not None:
-                parameter.get_runtime_param = _Conversion(theirs).itself  # type: ignore[attr-defined]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The pieces of the usage line; typer puts braces around what is required, which readers take for part of the word."""
@@ -52,6 +63,8 @@ class _Conversion:
         return self
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
         kind = param.type_descriptor.annotation
         convert = _SIMPLE.get(kind)
         if convert is not None and isinstance(value, str):
@@ -61,6 +74,4 @@ class _Conversion:
                 raise typer.BadParameter(f"{value!r} is not a whole number.", ctx=ctx, param=param) from None
         if kind == list[str] and isinstance(value, list | tuple):
             return list(value)
-        if value is None and not param.multiple and param.nargs == 1:
-            return None
         return self._theirs().coerce(value, param=param, ctx=ctx)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptmgr.cli import looking, moving, pruning, story
+from ckptmgr.cli.command import Group
 from ckptmgr.cli.output import fail
 
 _EPILOG = """\b
@@ -27,6 +28,7 @@ Exit codes:
 
 app = typer.Typer(
     name="ckptmgr",
+    cls=Group,
     help="Checkpoints of PyTorch training: saved locally, uploaded on the side, resumed by one command.",
     epilog=_EPILOG,
     no_args_is_help=True,
