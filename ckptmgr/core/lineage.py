@@ -41,28 +41,36 @@ def spans(attempts: Mapping[int, AttemptRecord], committed_attempts: Iterable[in
     for record in attempts.values():
         if record.parent is not None and record.parent.attempt < record.number:
             known.setdefault(record.parent.attempt, AttemptRecord(number=record.parent.attempt, how="auto"))
-    chain: list[Span] = []
-    bound: tuple[int, int] | None = None
-    number: int | None = max(known, default=None)
-    while number is not None and number in known:
-        chain.append(Span(attempt=number, last=bound))
-        record = known[number]
-        number, bound = _before(record, known)
-    return chain
+    lineages: dict[int, list[Span]] = {}
+    previous: list[Span] = []
+    for number in sorted(known):
+        previous = [Span(attempt=number), *_below(known[number], lineages, previous)]
+        lineages[number] = previous
+    return previous
 
 
-def _before(record: AttemptRecord, known: Mapping[int, AttemptRecord]) -> tuple[int | None, tuple[int, int] | None]:
-    """The attempt that `record` goes on from, and up to where; (None, None) at the root of a lineage."""
+def _below(record: AttemptRecord, lineages: Mapping[int, list[Span]], previous: list[Span]) -> list[Span]:
+    """What the attempt of `record` goes on from, newest first.
+
+    Args:
+        lineages: of every lower attempt.
+        previous: that of the highest lower attempt.
+    """
+    parent = record.parent
     if record.how == "fresh":
-        return None, None
-    if record.parent is not None:
-        # A parent at or above the attempt itself would loop; such a record is wrong and ends the chain.
-        if record.parent.attempt >= record.number:
-            return None, None
-        return record.parent.attempt, record.parent.position if record.how == "explicit" else None
-    # An automatic start that found nothing goes on from the attempt before it, whose first commit may still be on its way.
-    earlier = [number for number in known if number < record.number]
-    return (max(earlier) if earlier else None), None
+        return []
+    if parent is None:
+        # An automatic start that found nothing goes on from the attempt before it, whose first commit may still be on its way.
+        return previous
+    # A parent at or above the attempt itself would loop; such a record is wrong and ends the chain.
+    if parent.attempt >= record.number:
+        return []
+    below = lineages[parent.attempt]
+    if record.how == "explicit":
+        return [Span(attempt=parent.attempt, last=parent.position), *below[1:]]
+    # What an automatic start found lay in the lineage of the attempt before it: where a rewind had cut that, it stays cut, also if the
+    # rewound attempt died before its first save (K124).
+    return next((previous[at:] for at, span in enumerate(previous) if span.holds(parent)), below)
 
 
 def chain(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> list[Stem]:

@@ -154,6 +154,10 @@ class LocalTier:
                 found.append((manifest, entry))
         return found
 
+    def targets(self) -> set[str]:
+        """URLs of the runs that saves here went to, or will go to."""
+        return {entry.target for entry in self.journal.entries() if entry.target}
+
     def uploaded(self) -> set[Stem]:
         """Saves whose commit in the store was confirmed and recorded: only these may be removed locally (I6)."""
         return {entry.stem for entry in self.journal.entries() if entry.state in ("uploaded", "dropped")}

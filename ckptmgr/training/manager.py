@@ -345,16 +345,38 @@ class CheckpointManager:
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> tuple[RunDirectory, LocalTier]:
-        """The run in the store and the local tier, both made if need be, and sure to be the same run."""
+        """The run in the store and the local tier, both made if need be, and sure to be the same run.
+
+        Raises:
+            ConflictError: the local directory is another run's; nothing was made (K100).
+        """
         fs, root = open_store(self.url, policy=self._retry, stop=self._stop)
-        known: str | None = None
-        if self.local_dir.is_dir():
-            try:
-                known = LocalTier.open(self.local_dir).run.uuid
-            except CheckpointNotFoundError:
-                known = None
-        run = RunDirectory.open_or_create(self.url, uuid=known, fs=self._wrap_backend(fs), root=root)
+        fs = self._wrap_backend(fs)
+        known = self._known_tier()
+        if known is None:
+            run = RunDirectory.open_or_create(self.url, fs=fs, root=root)
+        elif self.url in known.targets():
+            # Saves in the tier are meant for this very place: where the store lost the run, it is made again as the same one.
+            run = RunDirectory.open_or_create(self.url, uuid=known.run.uuid, fs=fs, root=root)
+        else:
+            run = self._run_of(known, fs, root)
         return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
+
+    def _known_tier(self) -> LocalTier | None:
+        try:
+            return LocalTier.open(self.local_dir) if self.local_dir.is_dir() else None
+        except CheckpointNotFoundError:
+            return None
+
+    def _run_of(self, tier: LocalTier, fs: Backend, root: str) -> RunDirectory:
+        """The run in the store; a new one would take over what another run left in `tier`."""
+        try:
+            return RunDirectory.open(self.url, fs=fs, root=root)
+        except CheckpointNotFoundError as exc:
+            raise ConflictError(
+                f"{tier.root} is the local tier of run {tier.run.uuid}, and there is no such run at {self.url}",
+                hint="give another local directory, or the URL of that run; nothing was changed",
+            ) from exc
 
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
