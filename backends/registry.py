@@ -18,6 +18,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTA
 _ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):(?P<rest>/?[^/].*)", re.DOTALL)
 _ALIASES = {"local": "file", "s3a": "s3", "s3n": "s3"}
 _OWN = ("file", "s3", "oss", "memory")
+_COMMON = ("gcs", "abfs", "hf", "hdfs", "sftp")
 
 
 def open_store(
@@ -111,7 +112,8 @@ def _file_url_path(rest: str) -> str:
 def _bucket_path(scheme: str, rest: str) -> str:
     authority = rest.partition("/")[0]
     # Neither is echoed: what is before the '@', or in a signed query, may be a secret.
-    if "@" in authority:
+    # A secret may hold a slash, which hides the '@'; no bucket's name holds a colon.
+    if "@" in authority or (scheme in ("s3", "oss") and ":" in authority and not authority.startswith("arn:")):
         raise ConfigError(
             f"a {scheme}:// URL must not carry credentials",
             hint="put them into the environment or the provider's own configuration files",
@@ -141,9 +143,8 @@ def _backend(scheme: str, retrier: Retrier) -> Backend:
         return _with_extra("oss", lambda: _oss(retrier))
     if scheme not in _schemes():
         close = difflib.get_close_matches(scheme, _schemes(), n=1)
-        others = ", ".join(sorted(_schemes() - set(_OWN)))
         raise ConfigError(
-            f"unknown scheme {scheme!r}; known are {', '.join(_OWN)} and fsspec's {others}",
+            f"unknown scheme {scheme!r}; known are {', '.join(_OWN)} and fsspec's, such as {', '.join(_COMMON)}",
             hint=f"did you mean {close[0]}://?" if close else "a path needs no scheme",
             scheme=scheme,
         )

@@ -96,6 +96,7 @@ def test_malformed_urls_are_refused(url: str, says: str) -> None:
     [
         "s3://AKIAX:s3cr3t@bucket/a",
         "s3://s3cr3t@bucket/a",
+        "s3://AKIAX:s3cr3t/more@bucket/a",
         "oss://id:s3cr3t@bucket",
         "s3://bucket/a?X-Amz-Signature=s3cr3t",
         "memory://user:s3cr3t@host/a",
