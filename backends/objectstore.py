@@ -30,7 +30,6 @@ from ckptmgr.core.errors import (
     BackendError,
     ChecksumMismatchError,
     ConfigError,
-    ObjectExistsError,
     ObjectNotFoundError,
     PermanentBackendError,
     SizeMismatchError,
@@ -309,9 +308,10 @@ class ObjectStoreBackend(Backend):
     def _head(self, path: str) -> Stored:
         try:
             return self._head_once_coded(path)
-        except ObjectNotFoundError:
-            # The answer to a HEAD has no body: it does not tell a missing key from a missing bucket. A listing does.
-            self._probe(path)
+        except ObjectNotFoundError as error:
+            # The answer to a HEAD has no body: without a code it does not tell a missing key from a missing bucket.
+            if not getattr(error, "code", ""):
+                self._probe(path)
             raise
 
     def _head_once_coded(self, path: str) -> Stored:
@@ -325,7 +325,11 @@ class ObjectStoreBackend(Backend):
             if getattr(error, "code", ""):
                 raise
             self._probe(path)
-            return self._head_once(path)
+            return self._head_again(path)
+
+    def _head_again(self, path: str) -> Stored:
+        """As `_head_once`, after one that was refused without a reason although the bucket can be listed."""
+        return self._head_once(path)
 
     def _probe(self, path: str) -> None:
         bucket, _, key = path.partition("/")
@@ -398,10 +402,10 @@ class _Upload:
             tries += 1
             try:
                 return backend._complete(path, upload_id, receipts, crc, self._mode)
-            except BackendError as error:
-                gone = isinstance(error, ObjectExistsError) or getattr(error, "code", "") == "NoSuchUpload"
-                # An earlier try was applied and its answer lost: the upload has become the object, which now refuses us.
-                if tries > 1 and gone and self._is_stored(digests.size, crc):
+            except BackendError:
+                # An earlier try may have been applied and its answer lost: the upload has become the object, and stores
+                # answer differently to completing it again (success, no such upload, the object exists).
+                if tries > 1 and self._is_stored(digests.size, crc):
                     return Stored(etag="")
                 raise
 

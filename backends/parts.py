@@ -27,6 +27,7 @@ from ckptmgr.core.errors import CkptmgrError
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
+MAX_PART_BYTES = 5 << 30
 # Room below the limit, so that a plan never sits on it; and sizes that stay multiples of a file system's blocks.
 _PLANNED_PARTS = 9_000
 _ROUND_BYTES = 8 << 20
@@ -61,10 +62,15 @@ class PartPlan:
 
 
 def plan_parts(size: int, part_bytes: int = PART_BYTES) -> PartPlan:
-    """A plan of parts of `part_bytes`, or of larger ones where that would be more than 9,000 of them."""
+    """A plan of parts of `part_bytes`, or of larger ones where that would be more than 9,000 of them.
+
+    Never parts of more than 5 GiB, as long as 10,000 of those hold the file; no store takes a larger one.
+    """
     if part_bytes * _PLANNED_PARTS < size:
         least = -(-size // _PLANNED_PARTS)
         part_bytes = -(-least // _ROUND_BYTES) * _ROUND_BYTES
+        if part_bytes > MAX_PART_BYTES:
+            part_bytes = max(MAX_PART_BYTES, -(-size // MAX_PARTS))
     return PartPlan(size=size, part_bytes=part_bytes)
 
 

@@ -56,7 +56,13 @@ class S3Backend(ObjectStoreBackend):
 
     def _head_once(self, path: str) -> Stored:
         bucket, key = split(path)
-        return _stored(self._s3.request("head_object", path, Bucket=bucket, Key=key, ChecksumMode="ENABLED"))
+        mode = {} if self._s3.takes_crc is False else {"ChecksumMode": "ENABLED"}
+        return _stored(self._s3.request("head_object", path, Bucket=bucket, Key=key, **mode))
+
+    def _head_again(self, path: str) -> Stored:
+        bucket, key = split(path)
+        checksums = {"ChecksumMode": "ENABLED"}
+        return _stored(self._s3.checked_request("head_object", path, checksums, Bucket=bucket, Key=key))
 
     def _read(self, path: str, etag: str | None, first: int, last: int | None) -> Iterator[bytes]:
         bucket, key = split(path)

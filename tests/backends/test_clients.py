@@ -1,0 +1,162 @@
+"""How the S3 and OSS clients are configured, without a request."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.backends.ossclient import Oss2Client
+from ckptmgr.backends.s3client import S3Client, addressing_style
+from ckptmgr.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "style"),
+    [
+        ("http://127.0.0.1:9000", "path"),
+        ("http://[::1]:9000", "path"),
+        ("https://10.0.0.5", "path"),
+        ("https://s3.amazonaws.com", None),
+        ("https://minio.example.com:9000", None),
+        ("https://s3.oss-cn-hangzhou.aliyuncs.com", "virtual"),
+    ],
+)
+def test_addressing_style(endpoint: str, style: str | None) -> None:
+    """IP addresses have no subdomains, OSS's S3 interface has nothing else."""
+    assert addressing_style(endpoint) == style
+
+
+def _url(client: S3Client) -> str:
+    url = client._client().generate_presigned_url("get_object", Params={"Bucket": "bkt", "Key": "k"})
+    return str(url.partition("?")[0])
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://127.0.0.1:9000", "http://127.0.0.1:9000/bkt/k"),
+        ("http://minio:9000", "http://minio:9000/bkt/k"),
+        ("https://s3.oss-cn-hangzhou.aliyuncs.com", "https://bkt.s3.oss-cn-hangzhou.aliyuncs.com/k"),
+    ],
+)
+def test_urls(monkeypatch: pytest.MonkeyPatch, endpoint: str, url: str) -> None:
+    """The bucket is where the endpoint expects it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    assert _url(S3Client()) == url
+
+
+def test_amazon_itself_is_used_with_bucket_host_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an endpoint, requests go to the bucket's own host."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert re.fullmatch(r"https://bkt\.s3(\.eu-west-1)?\.amazonaws\.com/k", _url(S3Client()))
+
+
+def test_the_service_specific_endpoint_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS_ENDPOINT_URL_S3 goes over AWS_ENDPOINT_URL, as in every AWS tool."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
+    assert S3Client().endpoint == "http://127.0.0.1:2"
+
+
+def test_the_users_own_configuration_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`~/.aws/config` may ask for virtual-hosted addressing of a named endpoint, and names profiles."""
+    config = tmp_path / "config"
+    config.write_text("[profile lab]\nregion = eu-north-1\ns3 =\n    addressing_style = virtual\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example.com")
+    assert _url(S3Client()) == "http://bkt.store.example.com/k"
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(ConfigError, match="none"):
+        S3Client()._client()
+
+
+def test_botocore_never_retries_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second try inside botocore would turn our own conditional write into a refusal."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "7")
+    config = S3Client()._client().meta.config
+    assert config.retries["total_max_attempts"] == 1
+    assert config.request_checksum_calculation == "when_required"
+
+
+def test_a_child_process_gets_a_client_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets are not shared across a fork: another pid means another client."""
+    client = S3Client()
+    ours = client._client()
+    assert client._client() is ours
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert client._client() is not ours
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "region", "used", "signed_for"),
+    [
+        ("https://oss-cn-beijing.aliyuncs.com", None, "https://oss-cn-beijing.aliyuncs.com", "cn-beijing"),
+        ("oss-cn-beijing-internal.aliyuncs.com", None, "https://oss-cn-beijing-internal.aliyuncs.com", "cn-beijing"),
+        (None, "cn-shanghai", "https://oss-cn-shanghai.aliyuncs.com", "cn-shanghai"),
+        (None, "oss-cn-shanghai", "https://oss-cn-shanghai.aliyuncs.com", "cn-shanghai"),
+        ("http://data.example.com", "cn-hangzhou", "http://data.example.com", "cn-hangzhou"),
+    ],
+)
+def test_oss_endpoint_and_region(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, region: str | None, used: str, signed_for: str
+) -> None:
+    """Either of endpoint and region is enough where one follows from the other; https is the default."""
+    for name, value in (("OSS_ENDPOINT", endpoint), ("OSS_REGION", region)):
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+    client = Oss2Client()
+    assert client.endpoint == used
+    assert client._bucket("bkt").region == signed_for
+
+
+def test_oss_needs_an_endpoint_and_v4_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named, with the variable to set; V1 signatures do without a region."""
+    monkeypatch.delenv("OSS_REGION")
+    monkeypatch.setenv("OSS_ENDPOINT", "https://data.example.com")
+    with pytest.raises(ConfigError, match="OSS_REGION"):
+        Oss2Client()
+    monkeypatch.setenv("OSS_SIGNATURE_VERSION", "v1")
+    assert Oss2Client()._bucket("bkt").region is None
+    monkeypatch.delenv("OSS_ENDPOINT")
+    with pytest.raises(ConfigError, match="OSS_ENDPOINT"):
+        Oss2Client()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "cname", "url"),
+    [
+        ("https://oss-cn-hangzhou.aliyuncs.com", "", "https://bkt.oss-cn-hangzhou.aliyuncs.com/k"),
+        ("https://data.example.com", "1", "https://data.example.com/k"),
+        ("http://127.0.0.1:9000", "", "http://127.0.0.1:9000/bkt/k"),
+    ],
+)
+def test_oss_urls(monkeypatch: pytest.MonkeyPatch, endpoint: str, cname: str, url: str) -> None:
+    """The bucket is a host name, nothing at all for a custom domain, or a path for an IP address."""
+    monkeypatch.setenv("OSS_ENDPOINT", endpoint)
+    monkeypatch.setenv("OSS_CNAME", cname)
+    assert Oss2Client()._bucket("bkt")._make_url("bkt", "k") == url
+
+
+def test_oss_works_with_v1_signatures(oss_server: object, bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older signature is accepted by the store, for endpoints without a region."""
+    from ckptmgr.backends.oss import OSSBackend
+    from ckptmgr.testing.servers import OssServer
+
+    assert isinstance(oss_server, OssServer)
+    for name, value in oss_server.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OSS_REGION")
+    monkeypatch.setenv("OSS_SIGNATURE_VERSION", "v1")
+    oss_server.create_bucket(bucket_name)
+    backend = OSSBackend()
+    backend.pipe_file(f"{bucket_name}/k", b"1", mode="create")
+    assert oss_server.raw_get(bucket_name, "k") == b"1"
+    assert backend.find(bucket_name) == [f"{bucket_name}/k"]
