@@ -138,6 +138,8 @@ def _from_answer(error: Any, what: str, facts: dict[str, Any]) -> BackendError:
         text = f"no object oss://{facts['key']}"
     elif kind is ObjectExistsError:
         text = f"oss://{facts['key']} exists already"
+    elif kind is AccessDeniedError and facts["operation"] == "list" and error.code in ("AccessDenied", ""):
+        text, hint = f"no permission to list oss://{facts['key']}", "grant oss:ListObjects to these credentials"
     else:
         text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
     if kind is ThrottledError:

@@ -187,6 +187,11 @@ def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any]) -> Bac
         text = f"no object s3://{facts['key']}"
     elif kind is ObjectExistsError:
         text = f"s3://{facts['key']} exists already"
+    elif kind is AccessDeniedError and facts["operation"] == "list_objects_v2" and code in ("AccessDenied", ""):
+        text, hint = (
+            f"no permission to list s3://{facts['key']}",
+            "grant s3:ListBucket on the bucket to these credentials",
+        )
     else:
         text = f"{what}: {code or status}{f': {message}' if message and message != code else ''}"
     if kind is ThrottledError:
