@@ -20,7 +20,7 @@ from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.replicate import replicate
 from ckptmgr.run.start import joined_attempt
-from ckptmgr.run.tier import describe, next_seq
+from ckptmgr.run.tier import describe, next_seq, storable_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,14 @@ def check_pushable(directory: Path, *, step: int | None, tag: str | None) -> int
     """Refuse what can be refused before a store is opened or a byte is read; returns the step.
 
     Raises:
-        ConfigError: `directory` is none, its step is unknown, or the tag is malformed.
+        ConfigError: `directory` is none, is empty, holds what cannot be stored, its step is unknown, or the tag is malformed.
     """
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
     if tag is not None:
         tag_key(tag)
+    storable_files(directory)
     return step_of(Path(os.path.abspath(directory)), step)
 
 

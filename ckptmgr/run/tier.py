@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ckptmgr.backends.atomic import digest_file, fsync_dir, fsync_file, link_or_copy, make_dirs_durable, write_atomic
 from ckptmgr.backends.local import LocalBackend
+from ckptmgr.backends.oserrors import translate_os_error
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ConfigError, ConflictError, SourceChangedError
+from ckptmgr.core.errors import ConfigError, ConflictError, ManifestError, SourceChangedError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
@@ -189,15 +190,17 @@ def describe(directory: Path) -> tuple[FileEntry, ...]:
         ConfigError: empty, or it holds something that cannot be stored.
         SourceChangedError: a file changed or vanished while it was read.
     """
-    entries = [FileEntry.of(path, digest_file(directory / path)) for path in _walk(directory)]
-    if not entries:
-        raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
-    return tuple(entries)
+    return tuple(FileEntry.of(path, digest_file(directory / path)) for path in storable_files(directory))
 
 
-def _walk(directory: Path) -> Sequence[str]:
+def storable_files(directory: Path) -> Sequence[str]:
+    """The files that `directory` holds, sorted, without reading them.
+
+    Raises:
+        ConfigError: there is none, or something that cannot be stored.
+    """
     found = []
-    for folder, folders, names in os.walk(directory):
+    for folder, folders, names in os.walk(directory, onerror=_unreadable):
         folders.sort()
         for name in folders:
             path = Path(folder, name)
@@ -210,8 +213,24 @@ def _walk(directory: Path) -> Sequence[str]:
             if not path.is_file():
                 kind = "a broken link" if path.is_symlink() else "neither a file nor a folder"
                 raise ConfigError(f"{path} is {kind} and cannot be stored", hint="remove it, or push another directory")
-            found.append(path.relative_to(directory).as_posix())
+            found.append(_storable_name(path.relative_to(directory).as_posix(), directory))
+    if not found:
+        raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
     return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    """A folder that cannot be read must not be left out of a checkpoint in silence, as os.walk would."""
+    raise translate_os_error(error, "open", os.fspath(error.filename)) from error
+
+
+def _storable_name(name: str, directory: Path) -> str:
+    try:
+        return layout.check_relative_path(name)
+    except ManifestError as exc:
+        raise ConfigError(
+            f"{directory} holds a file with the name {name!r}, which no store is given", hint="rename it"
+        ) from exc
 
 
 def take_in(source: Path, entries: Sequence[FileEntry], prepared: Path, *, final: bool) -> None:
