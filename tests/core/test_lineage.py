@@ -81,6 +81,23 @@ def test_k124_saves_after_a_rewind_are_the_newest() -> None:
     assert chain([*old, again], resumed) == [again, old[0]]
 
 
+def test_k124_a_rewind_that_dies_before_its_first_save_stays_a_rewind() -> None:
+    """K124: rewound to 100, killed, started again automatically from 100: the old 300 is not the newest, now or later."""
+    old = [stem(1, 100), stem(1, 200), stem(1, 300)]
+    claimed = attempts(FIRST, (2, "explicit", old[0]), (3, "auto", old[0]))
+    assert chain(old, claimed) == [old[0]]
+    again = attempts(FIRST, (2, "explicit", old[0]), (3, "auto", old[0]), (4, "auto", old[0]), (5, "auto", None))
+    assert chain(old, again) == [old[0]]
+    assert chain([*old, stem(4, 150)], again) == [stem(4, 150), old[0]]
+
+
+def test_an_automatic_start_from_outside_the_last_lineage_goes_by_its_parent() -> None:
+    """A record that names a checkpoint which the attempt before it had left: its word is taken."""
+    stems = [stem(1, 100), stem(1, 300), stem(2, 50)]
+    claimed = attempts(FIRST, (2, "fresh", None), (3, "auto", stem(1, 300)))
+    assert chain(stems, claimed) == [stem(1, 300), stem(1, 100)]
+
+
 def test_an_attempt_without_commits_hands_on_to_its_parent_and_so_down() -> None:
     """Three crashes before the first save in a row still find the last commit."""
     base = stem(1, 100)
