@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Committed
@@ -20,9 +21,13 @@ from ckptmgr.run.tier import LocalTier
 logger = logging.getLogger(__name__)
 
 
+Outcome = Literal["committed", "dropped", "done", "busy"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What one drain did; `pending` is what is still only on this disk, and `errors` why."""
+    """What one drain did; `pending` is what is still only on this disk, and `errors` why. A save that was pruned in the store meanwhile,
+    or that another process committed, is in neither tuple."""
 
     committed: tuple[Stem, ...] = ()
     pending: tuple[Stem, ...] = ()
@@ -36,44 +41,62 @@ def upload_one(
     entry: UploadEntry,
     *,
     moved: Callable[[int], None] | None = None,
-) -> bool:
+) -> Outcome:
     """Replicate one pending save, unless another process of this machine is doing that.
 
     Returns:
-        Whether it is settled: committed, or pruned in the store meanwhile. False: another process has it in hand.
+        `committed` by this call; `dropped`: pruned in the store meanwhile; `done`: another process settled it just now; `busy`: another
+        process has it in hand, and may yet fail.
 
     Raises:
         CkptmgrError: it failed; the journal says why, and the save stays pending.
     """
     with locks.exclusive(run.uuid, entry.stem, "upload") as free:
         if not free:
-            return False
+            return "busy"
         # Read again under the lock: the process that held it a moment ago may have finished.
         entry = tier.journal.read(entry.stem) or entry
         if not entry.is_pending:
-            return True
+            return "done"
         logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
-        outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
+        try:
+            outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
+        except CkptmgrError:
+            raise
+        except Exception as exc:  # a bug, ours or a backend's, must stop neither the other uploads nor the thread
+            logger.exception("unexpected failure while uploading %s", manifest.id)
+            error = UploadError(f"the upload of {manifest.id} failed unexpectedly: {exc!r}", hint="please report it")
+            tier.journal.write(replace(tier.journal.read(entry.stem) or entry, state="failed", error=str(error)))
+            raise error from exc
     if isinstance(outcome, Committed):
         logger.info("step %d committed as %s", manifest.step, outcome.stem)
-    else:
-        logger.warning(
-            "step %d (%s) was pruned in %s before its upload ended; dropped", manifest.step, outcome.stem, run.url
-        )
-    return True
+        return "committed"
+    logger.warning(
+        "step %d (%s) was pruned in %s before its upload ended; dropped", manifest.step, outcome.stem, run.url
+    )
+    return "dropped"
 
 
 def drain(tier: LocalTier, run: RunDirectory) -> Drained:
-    """Upload everything pending in `tier` for `run`, newest first; a failure of one does not stop the others."""
+    """Upload everything pending in `tier` for `run`, newest first; a failure of one does not stop the others, except one that concerns all:
+    refused credentials, a missing bucket."""
     committed: list[Stem] = []
     pending: list[Stem] = []
     errors: dict[Stem, CkptmgrError] = {}
+    refused: PermanentBackendError | None = None
     for manifest, entry in tier.pending(run.url):
-        try:
-            settled = upload_one(tier, run, manifest, entry)
-        except CkptmgrError as exc:
-            logger.error("step %d (%s) is not uploaded: %s", manifest.step, manifest.id, exc)
-            errors[manifest.stem] = exc
-            settled = False
-        (committed if settled else pending).append(manifest.stem)
+        outcome: Outcome = "busy"
+        if refused is not None:
+            errors[manifest.stem] = refused
+        else:
+            try:
+                outcome = upload_one(tier, run, manifest, entry)
+            except CkptmgrError as exc:
+                logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, run.url, exc)
+                errors[manifest.stem] = exc
+                refused = exc if isinstance(exc, PermanentBackendError) else None
+        if outcome == "committed":
+            committed.append(manifest.stem)
+        elif outcome == "busy":
+            pending.append(manifest.stem)
     return Drained(committed=tuple(committed), pending=tuple(pending), errors=errors)

@@ -18,7 +18,7 @@ from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.drain import upload_one
+from ckptmgr.transfer.drain import Outcome, upload_one
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -58,7 +58,7 @@ class Uploader:
         tier: the local tier; also read by others, written by this process.
         run: where the saves go. Its backend retries by itself; `stop` ends those retries.
         stop: the event given to the backend's retries; set when `close` runs out of time.
-        committed: called in the uploader's thread after each commit (retention); its errors count as failures.
+        committed: called in the uploader's thread after each commit (retention); its errors are logged and kept, and stop nothing.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
     """
 
@@ -130,6 +130,7 @@ class Uploader:
         with self._changed:
             self._closing = True
             self._retry_at = None
+            self._work = True  # what failed before gets a last try
             thread = self._thread
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
@@ -146,7 +147,13 @@ class Uploader:
 
     def _main(self) -> None:
         while self._wait_for_work():
-            self._round()
+            try:
+                self._round()
+            except Exception as exc:
+                # An unreadable tier, a bug: ending here would silently stop uploads for the rest of the run.
+                self._note(exc if isinstance(exc, CkptmgrError) else UploadError(f"uploading failed: {exc!r}"))
+                self._again_later()
+                logger.exception("the uploader of %s goes on after an unexpected failure", self._run.url)
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when the thread should end."""
@@ -176,38 +183,54 @@ class Uploader:
             manifest, entry = queue[0]
             tried.add(manifest.stem)
             try:
-                self._upload(manifest, entry)
+                outcome = self._upload(manifest, entry)
             except CkptmgrError as exc:
-                self._failed(manifest, exc)
+                self._note(exc, failures=1)
+                self._again_later()
+                logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._run.url, exc)
                 if isinstance(exc, PermanentBackendError):
                     # Wrong credentials or a missing bucket concern every upload: the others are not tried until something changes.
                     return
-            except (
-                Exception
-            ) as exc:  # a bug here must not end the thread, or saving silently stops for the rest of the run
-                logger.exception("unexpected failure while uploading %s", manifest.id)
-                self._failed(manifest, UploadError(f"upload of {manifest.id} failed unexpectedly: {exc!r}"))
+                continue
+            if outcome == "busy":
+                self._again_later()
+            else:
+                self._tidy(manifest)
 
-    def _upload(self, manifest: Manifest, entry: UploadEntry) -> None:
+    def _upload(self, manifest: Manifest, entry: UploadEntry) -> Outcome:
         with self._changed:
             self._uploading, self._sent = manifest.stem, 0
         try:
-            if upload_one(self._tier, self._run, manifest, entry, moved=self._moved):
-                with self._changed:
-                    self._count += 1
-                self._committed(manifest.stem)
+            outcome = upload_one(self._tier, self._run, manifest, entry, moved=self._moved)
         finally:
             with self._changed:
                 self._uploading = None
+        if outcome == "committed":
+            with self._changed:
+                self._count += 1
+        return outcome
+
+    def _tidy(self, manifest: Manifest) -> None:
+        """Retention. Its failure is not the upload's: what is committed stays so, and the others go on."""
+        try:
+            self._committed(manifest.stem)
+        except Exception as exc:
+            failed = exc if isinstance(exc, CkptmgrError) else UploadError(f"unexpected: {exc!r}")
+            trace = None if isinstance(exc, CkptmgrError) else exc
+            self._note(failed)
+            logger.error("clean-up after step %d (%s): %s", manifest.step, manifest.id, failed, exc_info=trace)
 
     def _moved(self, count: int) -> None:
         self._sent += count  # only this thread writes it; a reader may see it a block late
 
-    def _failed(self, manifest: Manifest, exc: CkptmgrError) -> None:
-        logger.error("step %d (%s) is not in %s: %s", manifest.step, manifest.id, self._run.url, exc)
+    def _note(self, exc: CkptmgrError, *, failures: int = 0) -> None:
+        """Keep a failure, before it is logged: who reads the log finds it in the status."""
         with self._changed:
             self._errors.append(exc)
-            self._failures += 1
+            self._failures += failures
             self._last_error = str(exc)
+
+    def _again_later(self) -> None:
+        with self._changed:
             if not self._closing:
                 self._retry_at = self._clock() + self._pause_s
