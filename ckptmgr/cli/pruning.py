@@ -15,7 +15,7 @@ from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
 
 if TYPE_CHECKING:
-    from ckptmgr.core.retention import RetentionRule, Verdict
+    from ckptmgr.core.retention import RetentionPlan, RetentionRule, Verdict
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -73,6 +73,7 @@ def prune(
     if not yes:
         history = run.history()
         plan = plan_prune(history, rule, all_lineages=all_lineages)
+        _approve(plan)
         for stem, problem in sorted(history.broken.items()):
             warn(f"{stem} is damaged and stays: {problem}")
         _emit(plan.keep, plan.delete, applied=False, as_json=as_json, where=run.url)
@@ -81,6 +82,7 @@ def prune(
         run,
         rule,
         all_lineages=all_lineages,
+        approve=_approve,
         tick=lambda verdict: say(f"removing step {verdict.manifest.step} ({verdict.manifest.id})"),
     )
     for verdict in done.spared:
@@ -88,6 +90,25 @@ def prune(
     for stem in done.finished:
         say(f"finished the interrupted removal of {stem}")
     _emit([*done.plan.keep, *done.spared], done.deleted, applied=True, as_json=as_json, where=run.url)
+
+
+def _approve(plan: RetentionPlan) -> None:
+    """Report metrics that no checkpoint has; a misspelled one must not be taken for a wish to keep nothing.
+
+    Raises:
+        ConfigError: and no other rule keeps anything either.
+    """
+    from ckptmgr.core.errors import ConfigError
+
+    if not plan.unknown_metrics:
+        return
+    verdicts = [*plan.keep, *plan.delete]
+    present = sorted({name for verdict in verdicts for name in verdict.manifest.metrics})
+    names = ", ".join(map(repr, plan.unknown_metrics))
+    text = f"no checkpoint has the metric {names}; there is {', '.join(present) or 'none at all'}"
+    if verdicts and not plan.keeps_by_rule:
+        raise ConfigError(f"{text}, and no other rule keeps anything", hint="correct the name, or add --keep-last N")
+    warn(text)
 
 
 def _emit(keep: Sequence[Verdict], delete: Sequence[Verdict], *, applied: bool, as_json: bool, where: str) -> None:

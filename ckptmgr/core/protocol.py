@@ -334,11 +334,14 @@ class Unusable:
     removed: bool = False
 
 
-def fetch(stem: Stem, run_uuid: str) -> Generator[Operation, Any, Fetched | Unusable]:
+def fetch(stem: Stem, run_uuid: str, *, first: str = "") -> Generator[Operation, Any, Fetched | Unusable]:
     """Read one committed checkpoint: its manifest, then each file. Nothing of it may be used before this returns `Fetched` (I5).
 
     The opposite order of a commit: a file that is missing sends the reader back to the manifest, to tell a checkpoint that was pruned
     meanwhile from a damaged one.
+
+    Args:
+        first: the path of a file to begin with: one that was damaged when it was last looked at.
     """
     key = manifest_key(stem)
     try:
@@ -347,7 +350,7 @@ def fetch(stem: Stem, run_uuid: str) -> Generator[Operation, Any, Fetched | Unus
         return Unusable(stem, str(exc), key)
     if isinstance(manifest, Unusable):
         return manifest
-    for entry in manifest.files:
+    for entry in sorted(manifest.files, key=lambda entry: entry.path != first):
         problem = yield Fetch(data_key(stem, entry.path), entry)
         if problem is not None:
             found = yield Read(key)

@@ -24,6 +24,11 @@ class RetentionRule(ABC):
     def select(self, chain: Sequence[Manifest], now: datetime) -> list[tuple[Stem, str]]:
         """The checkpoints of `chain` (newest first) that this rule keeps, each with the reason."""
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that it ranks by."""
+        return ()
+
     def __or__(self, other: RetentionRule) -> RetentionRule:
         return AnyRule(rules=(*_parts(self), *_parts(other)))
 
@@ -68,6 +73,10 @@ class KeepBest(RetentionRule):
     def select(self, chain: Sequence[Manifest], now: datetime) -> list[tuple[Stem, str]]:
         return _ranked(self.metric, self.mode, self.k, chain, worst=False)
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (self.metric,)
+
 
 @dataclass(frozen=True, slots=True)
 class KeepWorst(RetentionRule):
@@ -82,6 +91,10 @@ class KeepWorst(RetentionRule):
 
     def select(self, chain: Sequence[Manifest], now: datetime) -> list[tuple[Stem, str]]:
         return _ranked(self.metric, self.mode, self.k, chain, worst=True)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (self.metric,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,10 @@ class AnyRule(RetentionRule):
     def select(self, chain: Sequence[Manifest], now: datetime) -> list[tuple[Stem, str]]:
         return [kept for rule in self.rules for kept in rule.select(chain, now)]
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(name for rule in self.rules for name in rule.metric_names)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
@@ -136,10 +153,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPlan:
-    """What stays and what goes, both oldest first."""
+    """What stays and what goes, both oldest first.
+
+    Attributes:
+        unknown_metrics: those that a rule ranks by and no checkpoint of the lineage has: misspelled, or not evaluated yet.
+        keeps_by_rule: whether any rule keeps anything; if not, what stays is only what is protected anyway.
+    """
 
     keep: tuple[Verdict, ...]
     delete: tuple[Verdict, ...]
+    unknown_metrics: tuple[str, ...] = ()
+    keeps_by_rule: bool = True
 
     @property
     def freed_bytes(self) -> int:
@@ -167,7 +191,8 @@ def plan(
         ConfigError: a metric rule whose better direction is unknown.
     """
     reasons: dict[Stem, list[str]] = {}
-    for stem, reason in rule.select(chain, now):
+    selected = rule.select(chain, now)
+    for stem, reason in selected:
         reasons.setdefault(stem, []).append(reason)
     for stem, reason in _protected(chain, protection):
         reasons.setdefault(stem, []).append(reason)
@@ -179,7 +204,13 @@ def plan(
     for manifest in sorted([*chain, *others], key=lambda m: m.stem):
         why = tuple(dict.fromkeys(reasons.get(manifest.stem, ())))
         (keep if why else delete).append(Verdict(manifest=manifest, reasons=why or ("no rule keeps it",)))
-    return RetentionPlan(keep=tuple(keep), delete=tuple(delete))
+    known = {name for manifest in chain for name in manifest.metrics}
+    return RetentionPlan(
+        keep=tuple(keep),
+        delete=tuple(delete),
+        unknown_metrics=tuple(name for name in dict.fromkeys(rule.metric_names) if name not in known),
+        keeps_by_rule=bool(selected),
+    )
 
 
 def _protected(chain: Sequence[Manifest], protection: Protection) -> Iterable[tuple[Stem, str]]:

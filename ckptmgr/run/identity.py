@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
 import uuid
 from datetime import datetime, timezone
+from pathlib import Path
 
 
 def new_nonce() -> str:
@@ -30,6 +32,11 @@ def utc_stamp() -> str:
 def wall_s() -> float:
     """Seconds since 1970, for ages that outlive a process."""
     return time.time()
+
+
+def state_dir() -> Path:
+    """Where this user's machine keeps what must outlive a process and belongs to no run directory."""
+    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "ckptmgr")
 
 
 def host_name() -> str:

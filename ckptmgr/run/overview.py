@@ -10,6 +10,7 @@ from ckptmgr.core.errors import BackendError, CkptmgrError, ManifestError, Trans
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.run import notes
 from ckptmgr.run.directory import RunDirectory, runs_of
 
 State = Literal["committed", "damaged", "uncommitted", "foreign"]
@@ -83,11 +84,12 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     """
     history = run.history()
     present = set(history.chain())
+    seen = notes.noted(run.url, history.manifests)
     names: dict[Stem, list[str]] = {}
     for tag, stem in sorted(history.tags.items()):
         names.setdefault(stem, []).append(tag)
     rows = [
-        _row(run, history, stem, "current" if stem in present else "abandoned", names, check)
+        _row(run, history, stem, "current" if stem in present else "abandoned", names, seen.get(stem), check)
         for stem in sorted({*history.manifests, *history.broken})
         if all_lineages or stem in present
     ]
@@ -100,7 +102,13 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
 
 
 def _row(
-    run: RunDirectory, history: History, stem: Stem, lineage: Lineage, tags: Mapping[Stem, list[str]], check: bool
+    run: RunDirectory,
+    history: History,
+    stem: Stem,
+    lineage: Lineage,
+    tags: Mapping[Stem, list[str]],
+    note: notes.Note | None,
+    check: bool,
 ) -> Row:
     manifest = history.manifests.get(stem)
     why = str(history.broken[stem]) if manifest is None else ""
@@ -108,6 +116,8 @@ def _row(
         from ckptmgr.run.verify import damage_of  # what a plain `ls` does not need is not loaded
 
         why = "; ".join(f"{damage.file} {damage.why}" for damage in damage_of(run, manifest))
+    if note is not None and not why:
+        why = f"{note.file} {note.why} (seen by this machine at {note.seen_at})"
     return Row(
         id=str(stem),
         state="damaged" if why else "committed",

@@ -18,7 +18,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import utc_now, utc_stamp
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.run.verify import damage_of
+from ckptmgr.run.verify import damage_of, noted_damage
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def prune(
     *,
     all_lineages: bool = False,
     attempt: int | None = None,
+    approve: Callable[[RetentionPlan], None] = lambda plan: None,
     tick: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Pruned:
     """Delete what `rule` does not keep.
@@ -75,6 +76,7 @@ def prune(
 
     Args:
         attempt: the number of the attempt on whose behalf this runs; a superseded one never prunes (I12).
+        approve: called with the plan before anything is deleted; what it raises ends the prune.
 
     Raises:
         IntegrityError: the newest one is damaged; nothing was deleted.
@@ -88,6 +90,7 @@ def prune(
             hint="the newer process does",
         )
     decided = plan_prune(history, rule, all_lineages=all_lineages)
+    approve(decided)
     if decided.delete:
         _refuse_if_newest_is_damaged(run, history)
     finished = _finish_interrupted(run, history)
@@ -119,7 +122,7 @@ def _refuse_if_newest_is_damaged(run: RunDirectory, history: History) -> None:
     if newest in history.broken:
         why = str(history.broken[newest])
     else:
-        damage = damage_of(run, history.manifests[newest])
+        damage = damage_of(run, history.manifests[newest]) or noted_damage(run, history.manifests[newest])
         if not damage:
             return
         why = f"{damage[0].file} {damage[0].why}"

@@ -16,7 +16,7 @@ from ckptmgr.core.manifest import Manifest, content_id
 from ckptmgr.core.protocol import Committed
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
+from ckptmgr.run.identity import host_name, new_nonce, state_dir, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.replicate import replicate
 from ckptmgr.run.start import joined_attempt
@@ -34,9 +34,8 @@ class Pushed:
 
 def journal_root(run_url: str) -> Path:
     """Where pushes to a run keep their journal when no local tier is given: the user's state directory."""
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", run_url.rsplit("/", 1)[-1])[:40]
-    return Path(base, "ckptmgr", "push", f"{name}-{sha256(run_url.encode()).hexdigest()[:16]}")
+    return state_dir() / "push" / f"{name}-{sha256(run_url.encode()).hexdigest()[:16]}"
 
 
 def step_of(directory: Path, given: int | None) -> int:

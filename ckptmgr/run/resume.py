@@ -12,11 +12,11 @@ from typing import Literal, Protocol
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import Stem, manifest_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Fetched, Unusable
 from ckptmgr.core.selectors import Selector
-from ckptmgr.run import locks
+from ckptmgr.run import locks, notes
 from ckptmgr.run.candidates import Candidate, candidates
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
@@ -198,13 +198,20 @@ def _restore(
 
 
 def _fetch(place: Candidate, target: Target, manifest: Manifest, how: How, progress: Progress) -> Fetched | Unusable:
-    with target.partial_copy(manifest) as partial, locks.reading(place.run.uuid, place.stem):
+    # A local copy that is damaged says nothing about the one in the store, which is the one that notes are about.
+    run, stem, is_stored = place.run, place.stem, place.source == "remote"
+    note = notes.noted(run.url, [stem]).get(stem) if is_stored else None
+    with target.partial_copy(manifest) as partial, locks.reading(run.uuid, stem):
         outcome = drive(
-            protocol.fetch(place.stem, place.run.uuid),
-            StoreDriver(place.run, target=partial, link=place.source == "local", moved=progress.moved),
+            protocol.fetch(stem, run.uuid, first=note.file if note is not None else ""),
+            StoreDriver(run, target=partial, link=place.source == "local", moved=progress.moved),
         )
         if isinstance(outcome, Fetched):
             target.publish(Sidecar(manifest=outcome.manifest, how=how))
+            if note is not None:
+                notes.forget(run.url, stem)
+        elif is_stored and not outcome.removed and outcome.file != manifest_key(stem):
+            notes.remember(run.url, stem, outcome.file, outcome.why)
         return outcome
 
 

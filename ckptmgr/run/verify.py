@@ -12,6 +12,7 @@ from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError, ObjectNo
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, data_key, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest
+from ckptmgr.run import notes
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import check_stored, digest_problem, file_problem
 from ckptmgr.run.sidecar import read_sidecar
@@ -35,6 +36,10 @@ class Depth:
 
     quick: bool = False
     sample: float | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return not self.quick and self.sample is None
 
 
 def verify_run(
@@ -65,7 +70,10 @@ def verify_run(
                 problems.append(Damage(stem=stem, file=entry.path, why=why))
             tick(entry)
         if problems and _is_still_committed(run, stem):
+            notes.remember(run.url, stem, problems[0].file, problems[0].why)
             found.extend(problems)
+        elif not problems and depth.is_full:
+            notes.forget(run.url, stem)
     return found
 
 
@@ -73,6 +81,14 @@ def damage_of(run: RunDirectory, manifest: Manifest) -> list[Damage]:
     """What the store itself reports as wrong with one checkpoint, without a download; what prune asks before it deletes (I8)."""
     history = History(run_uuid=run.uuid, manifests={manifest.stem: manifest})
     return verify_run(run, history, [manifest.stem], Depth(quick=True))
+
+
+def noted_damage(run: RunDirectory, manifest: Manifest) -> list[Damage]:
+    """What this machine has seen to be wrong with one checkpoint and finds wrong again, by reading that one file."""
+    note = notes.noted(run.url, [manifest.stem]).get(manifest.stem)
+    entries = [entry for entry in manifest.files if note is not None and entry.path == note.file]
+    problems = ((entry, _check(run, manifest.stem, entry, Depth())) for entry in entries)
+    return [Damage(stem=manifest.stem, file=entry.path, why=why) for entry, why in problems if why is not None]
 
 
 def verify_directory(directory: Path) -> tuple[Manifest, list[Damage]]:
