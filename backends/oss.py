@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptmgr.backends.base import Capabilities, WriteMode
-from ckptmgr.backends.objectstore import DamagedInTransitError, ObjectStoreBackend, Page, Stored, split
+from ckptmgr.backends.objectrequests import DamagedInTransitError, Page, Stored
+from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.ossclient import Oss2Client, OssClient
 from ckptmgr.backends.parts import Part, Receipt
 from ckptmgr.core.checksums import Digests, crc64xz_hex

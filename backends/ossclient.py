@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import oss2  # type: ignore[import-untyped, unused-ignore]
 import oss2.credentials  # type: ignore[import-untyped, unused-ignore]
 
-from ckptmgr.backends.objectstore import Page, Stored
+from ckptmgr.backends.objectrequests import Page, Stored
 from ckptmgr.backends.osserrors import oss_errors
 from ckptmgr.backends.parts import Receipt
 from ckptmgr.core.errors import AccessDeniedError, ConfigError
@@ -131,13 +131,19 @@ class Oss2Client:
             answer = self._bucket(bucket).get_object(key, byte_range=byte_range, headers=headers)
         # oss2's own reader hands on 8 KiB at a time.
         raw = answer.resp.response.raw
+        left = answer.content_length
         try:
             while True:
                 # Only the read: what the consumer of a block does wrong is not the store's fault.
                 with self._errors("read", bucket, key):
                     block = raw.read(_READ_BYTES)
+                    if not block and left:
+                        # urllib3 1.x takes a body that ends too early for complete.
+                        raise ConnectionError(f"{left} bytes are missing")
                 if not block:
                     return
+                if left is not None:
+                    left -= len(block)
                 yield block
         finally:
             answer.resp.response.close()

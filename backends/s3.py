@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptmgr.backends.base import Capabilities, WriteMode
-from ckptmgr.backends.objectstore import ObjectStoreBackend, Page, Stored, split
+from ckptmgr.backends.objectrequests import Page, Stored
+from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.parts import Part, Receipt
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3errors import classify, s3_errors
@@ -69,7 +70,8 @@ class S3Backend(ObjectStoreBackend):
         arguments = {"Bucket": bucket, "Key": key}
         if last is not None:
             arguments["Range"] = f"bytes={first}-{last - 1}"
-        if etag is not None:
+        # A weak ETag never matches.
+        if etag is not None and not etag.startswith("W/"):
             arguments["IfMatch"] = f'"{etag}"'
         try:
             body = self._s3.request("get_object", path, **arguments)["Body"]

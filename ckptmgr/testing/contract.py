@@ -11,326 +11,33 @@ only. Skips come from `Capabilities`.
 
 from __future__ import annotations
 
-import os
-import threading
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 
-from ckptmgr.backends.atomic import digest_file
 from ckptmgr.backends.base import Backend
-from ckptmgr.core.checksums import Digests, digest_bytes
-from ckptmgr.core.errors import BucketNotFoundError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
-
-At = Callable[[str], str]
-
-RACERS = 8
-DEADLINE_S = 60.0
-MANY = 1100
-
-ODD_NAMES = (
-    "with space",
-    " leading and trailing ",
-    "uni-çødé-検査-🚀",
-    "percent%20not-decoded%",
-    "plus+sign",
-    "quote'\"quote",
-    "amp&lt;<tag>",
-    "hash#question?mark",
-    "equals=semi;colon:comma,",
-    "tilde~star*brace{}[]",
-    "back\\slash",
-    "dot.",
-    "...dots",
+from ckptmgr.core.checksums import digest_bytes
+from ckptmgr.core.errors import BucketNotFoundError, ObjectNotFoundError
+from ckptmgr.testing.contract_store import (
+    MANY,
+    RACERS,
+    At,
+    ContractStore,
+    FilesRaw,
+    RawAccess,
+    ServerRaw,
+    check_crc,
+    new_file,
+    race,
+    random_bytes,
 )
+from ckptmgr.testing.contract_writes import WriteContract
+
+__all__ = ["BackendContract", "ContractStore", "FilesRaw", "RawAccess", "ServerRaw"]
 
 
-class RawAccess(Protocol):
-    """The store seen from outside of any backend. Paths are the backend's."""
-
-    def get(self, path: str) -> bytes:
-        """The stored bytes; KeyError if there are none."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Store bytes as another tool would."""
-
-    def keys(self, path: str) -> list[str]:
-        """Every stored path below the directory `path`, sorted, temporary ones included."""
-
-    def delete(self, path: str) -> None:
-        """Remove one object."""
-
-
-class FilesRaw:
-    """Raw access to files by absolute path."""
-
-    def get(self, path: str) -> bytes:
-        if not os.path.isfile(path):
-            raise KeyError(path)
-        return Path(path).read_bytes()
-
-    def put(self, path: str, data: bytes) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data)
-
-    def keys(self, path: str) -> list[str]:
-        return sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-
-    def delete(self, path: str) -> None:
-        os.unlink(path)
-
-
-class ServerRaw:
-    """Raw access to the objects of a test server, or anything with its `raw_…` methods."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def get(self, path: str) -> bytes:
-        return bytes(self._server.raw_get(*_split(path)))
-
-    def put(self, path: str, data: bytes) -> None:
-        self._server.raw_put(*_split(path), data)
-
-    def keys(self, path: str) -> list[str]:
-        bucket, _, prefix = path.partition("/")
-        return [f"{bucket}/{key}" for key in self._server.raw_keys(bucket, f"{prefix}/" if prefix else "")]
-
-    def delete(self, path: str) -> None:
-        self._server.raw_delete(*_split(path))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContractStore:
-    """What the suite needs to know of a store.
-
-    Attributes:
-        make: a new backend; two of them share nothing but the store.
-        root: a path of the store that nothing else uses.
-        raw: access that bypasses the backend.
-        part_bytes: a file of more than this many bytes is moved in pieces; 0 if none is.
-        missing_bucket: a path in a bucket that does not exist; None where there are no buckets.
-        max_name_bytes: the longest name between two slashes.
-        reserved_names: odd names that this store cannot hold.
-    """
-
-    make: Callable[[], Backend]
-    root: str
-    raw: RawAccess
-    part_bytes: int = 0
-    missing_bucket: str | None = None
-    max_name_bytes: int = 900
-    reserved_names: frozenset[str] = field(default_factory=frozenset)
-
-
-class BackendContract:
+class BackendContract(WriteContract):
     """Subclass with a fixture `store` that returns a `ContractStore`; pytest collects the rest."""
-
-    @pytest.fixture
-    def store(self) -> ContractStore:
-        raise NotImplementedError("a subclass provides the store")
-
-    @pytest.fixture
-    def backend(self, store: ContractStore) -> Backend:
-        return store.make()
-
-    @pytest.fixture
-    def at(self, store: ContractStore) -> At:
-        """A path below a directory that only this test uses."""
-        base = f"{store.root}/{uuid.uuid4().hex[:8]}"
-        return lambda name: f"{base}/{name}" if name else base
-
-    # -- writing --------------------------------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("data", [b"", b"x", b"\0\xff" * 5000], ids=["empty", "one", "10k"])
-    def test_pipe_file_stores_exactly_these_bytes(
-        self, store: ContractStore, backend: Backend, at: At, data: bytes
-    ) -> None:
-        """What was piped is what another tool reads."""
-        backend.pipe_file(at("a/b"), data)
-        assert store.raw.get(at("a/b")) == data
-        assert backend.cat_file(at("a/b")) == data
-
-    def test_pipe_file_overwrites(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """The last write wins, also when it is shorter."""
-        backend.pipe_file(at("key"), b"first and long")
-        backend.pipe_file(at("key"), b"second")
-        assert store.raw.get(at("key")) == b"second"
-
-    def test_create_refuses_what_exists(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """A create of an existing key changes nothing, and says which key."""
-        store.raw.put(at("key"), b"theirs")
-        with pytest.raises(ObjectExistsError) as caught:
-            backend.pipe_file(at("key"), b"mine", mode="create")
-        assert caught.value.key.endswith("/key")
-        assert isinstance(caught.value, FileExistsError)
-        assert store.raw.get(at("key")) == b"theirs"
-
-    def test_create_makes_what_does_not_exist(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """A create of a free key is a write, and the key can be created again once it is gone."""
-        backend.pipe_file(at("key"), b"1", mode="create")
-        assert store.raw.get(at("key")) == b"1"
-        backend.rm_file(at("key"))
-        backend.pipe_file(at("key"), b"2", mode="create")
-        assert store.raw.get(at("key")) == b"2"
-
-    def test_create_race_has_one_winner(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """Of eight threads with backends of their own that create one key, exactly one succeeds, and its bytes are there."""
-        if not backend.capabilities.create_only:
-            pytest.skip("this store cannot decide a create")
-        racers = [store.make() for _ in range(RACERS)]
-        for attempt in range(3):
-            path = at(f"race-{attempt}")
-            results = _race(lambda number, path=path: racers[number].pipe_file(path, b"%d" % number, "create"))  # type: ignore[misc]
-            winners = [number for number, error in enumerate(results) if error is None]
-            assert len(winners) == 1, results
-            assert all(isinstance(error, ObjectExistsError) for error in results if error is not None), results
-            assert store.raw.get(path) == b"%d" % winners[0]
-
-    def test_writes_leave_nothing_else_behind(
-        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path
-    ) -> None:
-        """No temporary objects, markers or claims remain after writes and refused creates."""
-        backend.pipe_file(at("d/one"), b"1", mode="create")
-        with pytest.raises(ObjectExistsError):
-            backend.pipe_file(at("d/one"), b"2", mode="create")
-        backend.put_file(str(_file(tmp_path, b"2")), at("d/two"))
-        assert store.raw.keys(at("")) == [at("d/one"), at("d/two")]
-
-    def test_long_key(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """A key of about 900 characters round-trips."""
-        name = "n" * min(store.max_name_bytes, 100)
-        path = at("/".join([name] * (900 // (len(name) + 1))))
-        backend.pipe_file(path, b"deep")
-        assert store.raw.get(path) == b"deep"
-        assert backend.find(at("")) == [path]
-
-    @pytest.mark.parametrize("name", ODD_NAMES)
-    def test_odd_name(self, store: ContractStore, backend: Backend, at: At, tmp_path: Path, name: str) -> None:
-        """A name that URLs and shells dislike round-trips through every verb."""
-        if name in store.reserved_names:
-            pytest.skip("this store cannot hold that name")
-        path = at(f"{name}/{name}")
-        backend.pipe_file(path, b"odd", mode="create")
-        assert store.raw.get(path) == b"odd"
-        assert backend.find(at("")) == [path]
-        assert backend.ls(at(""), detail=False) == [at(name)]
-        assert backend.info(path)["name"] == path
-        assert backend.cat_file(path, 1, 3) == b"dd"
-        backend.get_file(path, str(tmp_path / "got"))
-        assert (tmp_path / "got").read_bytes() == b"odd"
-        backend.cp_file(path, at("copy"))
-        assert store.raw.get(at("copy")) == b"odd"
-        backend.rm_files([path, at("copy")])
-        assert store.raw.keys(at("")) == []
-
-    # -- files ----------------------------------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("parts", ["empty", "small", "exactly one part", "parts", "equal parts"])
-    def test_file_round_trip(self, store: ContractStore, backend: Backend, at: At, tmp_path: Path, parts: str) -> None:
-        """Files of every shape go up and come down unchanged, and the store's CRC is the one we computed."""
-        part = store.part_bytes or 1 << 20
-        size = {"empty": 0, "small": 1, "exactly one part": part, "parts": 2 * part + 7, "equal parts": 2 * part}[parts]
-        data = _bytes(size)
-        source = _file(tmp_path, data)
-        expected = digest_file(source)
-        moved = _Progress()
-        backend.put_file(str(source), at("f"), callback=moved, expected=expected)
-        assert store.raw.get(at("f")) == data
-        assert moved.total == size
-        assert backend.info(at("f"))["size"] == size
-        target = tmp_path / "got"
-        moved = _Progress()
-        backend.get_file(at("f"), str(target), callback=moved)
-        assert target.read_bytes() == data
-        assert moved.total == size
-        _check_crc(backend, at("f"), expected)
-
-    def test_put_file_create_refuses_what_exists(
-        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path
-    ) -> None:
-        """A create-only upload, small or in parts, changes nothing that is there, even if it is the same."""
-        for size in {1, 2 * store.part_bytes + 7}:
-            source = _file(tmp_path, _bytes(size))
-            store.raw.put(at("f"), b"theirs")
-            with pytest.raises(ObjectExistsError):
-                backend.put_file(str(source), at("f"), mode="create")
-            assert store.raw.get(at("f")) == b"theirs"
-            backend.put_file(str(source), at("new"), mode="create")
-            with pytest.raises(ObjectExistsError):
-                backend.put_file(str(source), at("new"), mode="create")
-            assert store.raw.get(at("new")) == source.read_bytes()
-            backend.rm_file(at("new"))
-
-    @pytest.mark.parametrize("size", ["small", "parts"])
-    @pytest.mark.parametrize("change", ["content", "longer", "shorter", "gone", "directory"])
-    def test_changed_source_leaves_nothing(
-        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path, size: str, change: str
-    ) -> None:
-        """I10: a source that is not what was described fails the upload, and nothing is visible."""
-        data = _bytes(10 if size == "small" else 2 * store.part_bytes + 7)
-        source = _file(tmp_path, data)
-        expected = digest_file(source)
-        if change == "content":
-            source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        elif change == "longer":
-            source.write_bytes(data + b"x")
-        elif change == "shorter":
-            source.write_bytes(data[:-1])
-        else:
-            source.unlink()
-            if change == "directory":
-                source.mkdir()
-        with pytest.raises(SourceChangedError) as caught:
-            backend.put_file(str(source), at("f"), expected=expected)
-        assert str(source) in str(caught.value)
-        assert store.raw.keys(at("")) == []
-
-    def test_source_written_to_meanwhile_leaves_nothing(
-        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path
-    ) -> None:
-        """I10: a writer that is still at work while the file goes up fails the upload, without any description."""
-        if not store.part_bytes:
-            pytest.skip("this store takes a file in one piece")
-        source = _file(tmp_path, _bytes(2 * store.part_bytes + 7))
-
-        class Meddler(_Progress):
-            def relative_update(self, inc: int = 1) -> None:
-                if not self.total:
-                    with open(source, "ab") as file:
-                        file.write(b"more")
-                super().relative_update(inc)
-
-        with pytest.raises(SourceChangedError):
-            backend.put_file(str(source), at("f"), callback=Meddler())
-        assert store.raw.keys(at("")) == []
-
-    def test_get_file_replaces_its_target_without_writing_through_it(
-        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path
-    ) -> None:
-        """A target that is a hard link to something else leaves that alone."""
-        store.raw.put(at("f"), b"new")
-        other = _file(tmp_path, b"precious")
-        target = tmp_path / "target"
-        os.link(other, target)
-        backend.get_file(at("f"), str(target))
-        assert target.read_bytes() == b"new"
-        assert other.read_bytes() == b"precious"
-
-    def test_cp_file(self, store: ContractStore, backend: Backend, at: At) -> None:
-        """A copy has the bytes and is independent of the original; a missing source is named."""
-        store.raw.put(at("a"), b"1234")
-        store.raw.put(at("b"), b"old")
-        backend.cp_file(at("a"), at("b"))
-        backend.pipe_file(at("a"), b"changed")
-        assert store.raw.get(at("b")) == b"1234"
-        with pytest.raises(ObjectNotFoundError):
-            backend.cp_file(at("none"), at("c"))
-        assert store.raw.keys(at("")) == [at("a"), at("b")]
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -412,9 +119,9 @@ class BackendContract:
 
     def test_stored_crc_is_that_of_the_bytes(self, store: ContractStore, backend: Backend, at: At) -> None:
         """The store's own CRC, where it keeps one, equals the digest of what was written."""
-        data = _bytes(5000)
+        data = random_bytes(5000)
         backend.pipe_file(at("f"), data)
-        _check_crc(backend, at("f"), digest_bytes(data))
+        check_crc(backend, at("f"), digest_bytes(data))
 
     # -- listing --------------------------------------------------------------------------------------------------
 
@@ -522,7 +229,7 @@ class BackendContract:
         path = store.missing_bucket
         if path is None:
             pytest.skip("this store has no buckets")
-        source = _file(tmp_path, _bytes(2 * store.part_bytes + 7))
+        source = new_file(tmp_path, random_bytes(2 * store.part_bytes + 7))
         for call in (
             lambda: backend.pipe_file(path, b"1"),
             lambda: backend.pipe_file(path, b"1", mode="create"),
@@ -549,66 +256,5 @@ class BackendContract:
             backend.get_file(at(f"t/{number}"), str(tmp_path / str(number)))
             assert (tmp_path / str(number)).read_bytes() == data == backend.cat_file(at(f"t/{number}"))
 
-        assert _race(work) == [None] * RACERS
+        assert race(work) == [None] * RACERS
         assert backend.find(at("t")) == [at(f"t/{number}") for number in range(RACERS)]
-
-
-class _Progress:
-    """Counts what it is told, as an fsspec callback does."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def relative_update(self, inc: int = 1) -> None:
-        self.total += inc
-
-
-def _race(work: Callable[[int], None]) -> list[Exception | None]:
-    """Run `work` in all threads at the same moment; what each raised."""
-    barrier = threading.Barrier(RACERS)
-    results: list[Exception | None] = [AssertionError("a thread did not finish")] * RACERS
-
-    def run(number: int) -> None:
-        barrier.wait(DEADLINE_S)
-        try:
-            work(number)
-        # Whatever a thread met is what the test judges.
-        except Exception as error:  # noqa: BLE001
-            results[number] = error
-        else:
-            results[number] = None
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(RACERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return results
-
-
-def _check_crc(backend: Backend, path: str, digests: Digests) -> None:
-    stored = backend.stored_crc(path)
-    if backend.capabilities.stored_crc is None:
-        assert stored is None
-        return
-    assert stored is not None
-    kind, crc = stored
-    assert kind == backend.capabilities.stored_crc
-    assert crc == getattr(digests, kind)
-
-
-def _bytes(size: int) -> bytes:
-    """Bytes that differ everywhere, so that parts in a wrong order show."""
-    block = os.urandom(min(size, 1 << 16)) or b""
-    return (block * (size // (1 << 16) + 1))[: max(0, size - 8)] + os.urandom(min(8, size)) if size else b""
-
-
-def _file(directory: Path, data: bytes) -> Path:
-    path = directory / f"source-{uuid.uuid4().hex[:8]}"
-    path.write_bytes(data)
-    return path
-
-
-def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.partition("/")
-    return bucket, key

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.register_assert_rewrite("ckptmgr.testing.contract")
+pytest.register_assert_rewrite(
+    "ckptmgr.testing.contract", "ckptmgr.testing.contract_store", "ckptmgr.testing.contract_writes"
+)
 
 from ckptmgr.backends.generic import open_generic
 from ckptmgr.backends.local import LocalBackend
