@@ -43,7 +43,7 @@ def replicate(
     Raises:
         CkptmgrError: it is not committed, as far as is known; the journal keeps what was confirmed, and the state `failed` with the reason.
     """
-    resumed = entry.began_at_s is not None
+    resumed = entry.tries > 0
     stale = entry.began_at_s is not None and protocol.is_stale(entry.began_at_s, now_s())
     if stale:
         logger.info("%s: its upload began long ago; unless it was committed it goes on under a new name", entry.stem)

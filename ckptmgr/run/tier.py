@@ -9,11 +9,20 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckptmgr.backends.atomic import digest_file, fsync_dir, fsync_file, link_or_copy, make_dirs_durable, write_atomic
+from ckptmgr.backends.atomic import (
+    TEMP_PREFIX,
+    digest_file,
+    find_temps,
+    fsync_dir,
+    fsync_file,
+    link_or_copy,
+    make_dirs_durable,
+    write_atomic,
+)
 from ckptmgr.backends.local import LocalBackend
-from ckptmgr.backends.oserrors import translate_os_error
+from ckptmgr.backends.oserrors import os_errors, translate_os_error
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ConfigError, ConflictError, ManifestError, SourceChangedError
+from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError, ManifestError, SourceChangedError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
@@ -96,24 +105,35 @@ class LocalTier:
         """An empty directory to write the files of `stem` into; `commit` makes it a checkpoint."""
         partial = self.data_dir(stem).with_name(f"{stem}{PARTIAL}")
         make_dirs_durable(partial.parent)
-        os.mkdir(partial)
+        with os_errors("mkdir", str(partial)):
+            os.mkdir(partial)
         return partial
 
     def commit(self, manifest: Manifest, prepared: Path, *, target: str) -> UploadEntry:
         """Turn `prepared`, whose files are written and synced, into the committed checkpoint `manifest` and queue it for `target`.
 
-        The journal's entry comes before the manifest: a checkpoint that exists is always queued.
+        The journal's entry comes before the manifest: a checkpoint that exists is always queued. A failure leaves nothing of it but `prepared`.
+
+        Raises:
+            DiskFullError, AccessDeniedError, PermanentBackendError: it is not committed.
         """
         for folder in sorted({prepared, *(path.parent for path in prepared.rglob("*"))}):
             fsync_dir(folder)
         final = self.data_dir(manifest.stem)
-        os.rename(prepared, final)
-        fsync_dir(final.parent)
-        entry = UploadEntry(stem=manifest.stem, remote=manifest.stem, target=target)
-        self.journal.write(entry)
-        path = self.root / layout.manifest_key(manifest.stem)
-        make_dirs_durable(path.parent)
-        write_atomic(path, encode_manifest(manifest), create=True)
+        with os_errors("rename", str(final)):
+            os.rename(prepared, final)
+        try:
+            fsync_dir(final.parent)
+            entry = UploadEntry(stem=manifest.stem, remote=manifest.stem, target=target)
+            self.journal.write(entry)
+            path = self.root / layout.manifest_key(manifest.stem)
+            make_dirs_durable(path.parent)
+            write_atomic(path, encode_manifest(manifest), create=True)
+        except BaseException:
+            # On a full disk the room is needed now, not after the next start, which would clean this up as well.
+            with contextlib.suppress(OSError, CkptmgrError):
+                self._erase(manifest.stem)
+            raise
         return entry
 
     def discard(self, prepared: Path) -> None:
@@ -121,18 +141,22 @@ class LocalTier:
         shutil.rmtree(prepared, ignore_errors=True)
 
     def clean(self) -> list[str]:
-        """Remove what an earlier process left half written; call it when no save is under way. Returns the names removed."""
-        folder = self.root / layout.CHECKPOINTS
-        committed = {str(stem) for stem in self.run.stems()}
+        """Remove what earlier processes left half written; call it when no save is under way. Returns the names removed."""
         removed = []
+        for temp in [Path(temp) for temp in find_temps(self.root)]:
+            if _is_abandoned(temp):
+                temp.unlink(missing_ok=True)
+                removed.append(temp.relative_to(self.root).as_posix())
+        committed = {str(stem) for stem in self.run.stems()}
         with contextlib.suppress(FileNotFoundError):
-            for path in sorted(folder.iterdir()):
-                stem = layout.parse_stem(path.name.removesuffix(PARTIAL))
-                if stem is None or path.name in committed:
-                    continue
-                shutil.rmtree(path)
-                self.journal.forget(stem)
-                removed.append(path.name)
+            for path in sorted((self.root / layout.CHECKPOINTS).iterdir()):
+                if path.name not in committed and layout.parse_stem(path.name.removesuffix(PARTIAL)) is not None:
+                    shutil.rmtree(path)
+                    removed.append(path.name)
+        for entry in self.journal.entries():
+            # An entry with a source is a push's, whose files lie elsewhere.
+            if str(entry.stem) not in committed and entry.source is None:
+                self.journal.forget(entry.stem)
         return removed
 
     def note_attempt(self, record: AttemptRecord) -> None:
@@ -150,7 +174,8 @@ class LocalTier:
         entries = {entry.stem: entry for entry in self.journal.entries()}
         found = []
         for stem, manifest in sorted(self.run.history().manifests.items(), reverse=True):
-            entry = entries.get(stem) or UploadEntry(stem=stem, remote=stem, target=target or "")
+            # Without a journal nothing is known: counted as tried, so that the upload begins with a look at the store (I2).
+            entry = entries.get(stem) or UploadEntry(stem=stem, remote=stem, target=target or "", tries=1)
             if entry.is_pending and (target is None or entry.target in ("", target)):
                 found.append((manifest, entry))
         return found
@@ -170,10 +195,30 @@ class LocalTier:
             raise ConflictError(
                 f"{stem} is not confirmed in the store and stays on disk", hint="drain the uploads first"
             )
-        (self.root / layout.manifest_key(stem)).unlink(missing_ok=True)
-        fsync_dir((self.root / layout.manifest_key(stem)).parent)
+        self._erase(stem)
+
+    def _erase(self, stem: Stem) -> None:
+        """Manifest first: a kill, or a failure, in between leaves data without a checkpoint, never a checkpoint without data."""
+        manifest = self.root / layout.manifest_key(stem)
+        manifest.unlink(missing_ok=True)
+        if manifest.parent.is_dir():
+            fsync_dir(manifest.parent)
         shutil.rmtree(self.data_dir(stem), ignore_errors=True)
         self.journal.forget(stem)
+
+
+def _is_abandoned(temp: Path) -> bool:
+    """Whether the process that was writing this temporary file is gone; another one may be draining the tier just now."""
+    pid = temp.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+    if not pid.isdecimal() or int(pid) == os.getpid():
+        return True  # ours from an earlier life: in a container, each life has the same number
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False
 
 
 def next_seq(stems: Iterable[Stem], attempt: int) -> int:
