@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
@@ -197,12 +198,15 @@ class RunDirectory:
         return sorted(name[len(self.root) + 1 :] for name in found)
 
     def remove_empty_folders(self, stem: Stem) -> None:
-        """On a local disk, remove the folders that the removed files of `stem` lay in; buckets have none. One in use stays."""
+        """On a local disk, remove the folders that the removed files of `stem` lay in, and the temporary files that a killed upload left
+        there; buckets have neither. A folder with anything else in it stays."""
         if not self.fs.capabilities.is_local:
             return
         top = self.path(layout.data_prefix(stem))
-        for folder, _, _ in os.walk(top, topdown=False):
+        for folder, _, names in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
+                for name in filter(is_temp, names):
+                    os.unlink(os.path.join(folder, name))
                 os.rmdir(folder)
 
     # --- looking ----------------------------------------------------------------------------------------------------------
