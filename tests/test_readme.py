@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def _loop(url: str, steps: int) -> str:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code = next(block for block in blocks if "CheckpointManager(" in block)
+    code: str = next(block for block in blocks if "CheckpointManager(" in block)
     assert "s3://my-bucket/exp/run-7" in code
     assert "10_001" in code
     return (
