@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -189,3 +189,34 @@ def cli_here(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a trainer's directory below `tmp_path`: `make(step)`, or `make(step, {"name": b"bytes"}, under="folder")`."""
+
+    def make(step: int, files: Mapping[str, bytes] | None = None, *, under: str = "trained") -> Path:
+        directory = tmp_path / under / f"checkpoint-{step}"
+        for name, data in (files or {"model.bin": b"w" * 999 + b"%d" % step, "sub/opt.bin": b"o" * step}).items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(data)
+        return directory
+
+    return make
+
+
+@pytest.fixture
+def push_steps(
+    cli_here: Callable[..., subprocess.CompletedProcess[str]], make_checkpoint: Callable[..., Path]
+) -> Callable[..., list[str]]:
+    """Pushes small checkpoints through the command line: `push_steps(url, 100, 200)`; returns their ids, oldest first."""
+
+    def push(url: str, *steps: int, options: Sequence[str] = ()) -> list[str]:
+        ids = []
+        for step in steps:
+            pushed = cli_here("push", make_checkpoint(step), url, *options)
+            assert pushed.returncode == 0, pushed.stderr
+            ids.append(pushed.stdout.strip())
+        return ids
+
+    return push

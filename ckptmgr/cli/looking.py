@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -271,6 +270,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
+    from ckptmgr.backends.registry import normalize_url
     from ckptmgr.core.errors import ConfigError
     from ckptmgr.core.layout import RUN_FILE
     from ckptmgr.core.selectors import parse_selector
@@ -280,8 +280,9 @@ def verify(
     if quick and sample is not None:
         raise ConfigError("--quick and --sample exclude each other", hint="give one of them")
     depth = Depth(quick=quick, sample=None if sample is None else _share(sample))
-    local = Path(os.path.abspath(os.path.expanduser(url.removeprefix("file://"))))
-    if "://" not in url.removeprefix("file://") and local.exists() and not (local / RUN_FILE).exists():
+    place = normalize_url(url)
+    local = Path(place.removeprefix("file://"))
+    if place.startswith("file://") and local.exists() and not (local / RUN_FILE).exists():
         if selector is not None or quick or sample is not None:
             raise ConfigError(
                 f"{local} is not a run but a restored checkpoint, of which verify reads everything",
