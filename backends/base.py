@@ -209,6 +209,43 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         assert isinstance(found, dict)
         return found
 
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        from ckptmgr.backends.openfile import ReadFile, WriteFile
+
+        if mode == "rb":
+            size = self.info(path)["size"] if self.isfile(path) else None
+            if size is None:
+                raise ObjectNotFoundError(f"no object {path!r}", backend=self.kind, operation="open", key=path)
+            return ReadFile(self, path, "rb", block_size or "default", cache_options=cache_options, size=size)
+        if mode in ("wb", "xb") and autocommit:
+            return WriteFile(self, path, create=mode == "xb")
+        raise ValueError(f"objects cannot be opened with mode {mode!r}{'' if autocommit else ' in a transaction'}")
+
+    def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> None:
+        """As fsspec's: many objects at once, directories included."""
+        self._bulk("get", rpath, lpath, recursive=recursive, **kwargs)
+
+    def put(self, lpath: Any, rpath: Any, recursive: bool = False, **kwargs: Any) -> None:
+        """As fsspec's: many files at once, directories included."""
+        self._bulk("put", lpath, rpath, recursive=recursive, **kwargs)
+
+    def copy(self, path1: Any, path2: Any, recursive: bool = False, **kwargs: Any) -> None:
+        """As fsspec's: many objects at once, directories included."""
+        self._bulk("copy", path1, path2, recursive=recursive, **kwargs)
+
+    def _bulk(self, verb: str, source: Any, target: Any, **kwargs: Any) -> None:
+        from ckptmgr.backends.bulk import BulkView
+
+        getattr(AbstractFileSystem, verb)(BulkView(self), source, target, **kwargs)
+
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether an object or a prefix is at `path`. Unlike fsspec's own, a failed look-up raises instead of saying no (I7)."""
         try:

@@ -13,7 +13,7 @@ from ckptmgr.backends.base import Backend, Capabilities, CrcKind, WriteMode, rai
 from ckptmgr.backends.localfile import open_target, write_all
 from ckptmgr.backends.oserrors import os_errors, translate_os_error
 from ckptmgr.core.checksums import Digests
-from ckptmgr.core.errors import BackendError, ConfigError, ObjectNotFoundError
+from ckptmgr.core.errors import BackendError, ConfigError, ObjectExistsError, ObjectNotFoundError
 
 _COPY_BYTES = 4 << 20
 
@@ -124,6 +124,17 @@ class LocalBackend(Backend):
         for directory in directories:
             fsync_dir(directory)
         raise_failed(failed)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory and its parents, durably. Nothing in ckptmgr needs an empty directory; other tools may."""
+        path = self._strip_protocol(path)
+        if not exist_ok and os.path.isdir(path):
+            raise ObjectExistsError(f"{path!r} exists already", backend=self.kind, operation="mkdir", key=path)
+        make_dirs_durable(path)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """As `makedirs`."""
+        self.makedirs(path)
 
     def rmdir(self, path: str) -> None:
         """Remove a directory if it is empty; a file in it, or no such directory, is fine."""
