@@ -59,8 +59,12 @@ class Target:
         # The first level alone tells most other directories apart, and some of those are large.
         if not {path.name for path in self.directory.iterdir()} <= {path.split("/")[0] for path in wanted}:
             return False
-        names = {path.relative_to(self.directory).as_posix() for path in _files(self.directory)}
-        if names != wanted or any(file_problem(self.directory / entry.path, entry) for entry in manifest.files):
+        there_now = list(_files(self.directory))
+        names = {path.relative_to(self.directory).as_posix() for path in there_now}
+        # A link may be gone, or lead to something else, by the time the trainer reads it.
+        if names != wanted or any(path.is_symlink() for path in there_now):
+            return False
+        if any(file_problem(self.directory / entry.path, entry) for entry in manifest.files):
             return False
         sidecar = Sidecar(manifest=manifest, how=how)
         try:

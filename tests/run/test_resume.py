@@ -1,0 +1,660 @@
+"""What `ckptmgr resume` puts where: targets, leftovers, sidecars, the local tier, fall-back, selectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.core.errors import DiskFullError
+from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
+from ckptmgr.core.selectors import parse_selector
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.resume import resume
+from ckptmgr.run.sidecar import read_sidecar
+from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.stores import Store
+
+Result = subprocess.CompletedProcess[str]
+Cli = Callable[..., Result]
+MakeStore = Callable[[str], Store]
+PushSteps = Callable[..., list[str]]
+MakeCheckpoint = Callable[..., Path]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Every file below `directory` with its bytes."""
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def refused(result: Result, code: int, *says: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("ckptmgr: error: ")
+    assert len(result.stderr.splitlines()) == 1
+    for text in says:
+        assert text in result.stderr
+
+
+def flip_bit(path: Path) -> None:
+    """Damage a file without a trace in its size; a new inode, so that what is linked to the old one stays as it is."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def run_url(make_store: MakeStore, push_steps: PushSteps) -> str:
+    """A local run with the steps 100, 200 and 300."""
+    store = make_store("local")
+    push_steps(f"{store.url}/run", 100, 200, 300)
+    return f"{store.url}/run"
+
+
+def data_dir(run_url: str, step: int) -> Path:
+    """Where a local run keeps the files of its only checkpoint of `step`."""
+    (found,) = Path(run_url.removeprefix("file://"), "checkpoints").glob(f"*-{step:012d}-*")
+    return found
+
+
+# --- the target ---------------------------------------------------------------------------------------------------------
+
+
+def test_default_target(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """stdout is ./<run>/checkpoint-<step> in full and a newline, which holds the files; its manifest lies beside it."""
+    resumed = cli_here("resume", run_url)
+    assert resumed.returncode == 0
+    target = tmp_path / "run" / "checkpoint-300"
+    assert resumed.stdout == f"{target}\n"
+    assert files(target) == files(tmp_path / "trained" / "checkpoint-300")
+    assert names(tmp_path / "run") == ["checkpoint-300", "checkpoint-300.ckptmgr.json"]
+    sidecar = read_sidecar(target)
+    assert (sidecar.manifest.step, sidecar.how) == (300, "auto")
+
+
+@pytest.mark.parametrize("state", ["absent", "empty", "parents absent"])
+def test_target_is_filled(run_url: str, cli_here: Cli, tmp_path: Path, state: str) -> None:
+    """--to DIR is the checkpoint directory itself: absent or empty, it is filled."""
+    target = tmp_path / "a" / "b" / "c" if state == "parents absent" else tmp_path / "here"
+    if state == "empty":
+        target.mkdir()
+    resumed = cli_here("resume", run_url, "200", "--to", target)
+    assert resumed.stdout == f"{target}\n"
+    assert files(target) == files(tmp_path / "trained" / "checkpoint-200")
+    assert names(target.parent).count(f"{target.name}.ckptmgr.json") == 1
+    assert not any(name.endswith(".partial") for name in names(target.parent))
+    assert read_sidecar(target).how == "explicit"
+
+
+def test_target_that_holds_it_already_is_not_transferred_again(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+) -> None:
+    """Exactly this checkpoint is there: exit 0, source null, the files untouched, and no data object is asked for."""
+    store = make_store("oss")
+    push_steps(f"{store.url}/run", 100)
+    target = tmp_path / "here"
+    assert cli_here("resume", f"{store.url}/run", "--to", target).returncode == 0
+    before = {path: path.stat().st_mtime_ns for path in [target, *target.rglob("*")]}
+    store.server.log.clear()
+    again = cli_here("resume", f"{store.url}/run", "--to", target, "--json")
+    assert again.returncode == 0
+    assert json.loads(again.stdout) == {
+        "path": str(target),
+        "id": read_sidecar(target).manifest.id,
+        "step": 100,
+        "source": None,
+        "skipped": [],
+    }
+    assert {path: path.stat().st_mtime_ns for path in [target, *target.rglob("*")]} == before
+    assert [entry.key for entry in store.server.log if "/checkpoints/" in entry.key and entry.method == "GET"] == []
+
+
+def test_same_bytes_without_a_sidecar_are_this_checkpoint(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """A directory that holds the bytes is this checkpoint wherever they came from; it gets its sidecar."""
+    original = tmp_path / "trained" / "checkpoint-300"
+    before = {path: path.stat().st_mtime_ns for path in original.rglob("*")}
+    resumed = cli_here("resume", run_url, "--to", original, "--json")
+    assert json.loads(resumed.stdout)["source"] is None
+    assert {path: path.stat().st_mtime_ns for path in original.rglob("*")} == before
+    assert read_sidecar(original).manifest.step == 300
+
+
+def test_how_it_was_chosen_is_kept_up_to_date(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """Naming the checkpoint that is already there is a decision, which the next attempt must learn of."""
+    cli_here("resume", run_url)
+    target = tmp_path / "run" / "checkpoint-300"
+    assert read_sidecar(target).how == "auto"
+    cli_here("resume", run_url, "300")
+    assert read_sidecar(target).how == "explicit"
+
+
+def _something_else(kind: str, target: Path, tmp_path: Path) -> None:
+    """Put at `target` what is not the checkpoint of step 300."""
+    original = tmp_path / "trained" / "checkpoint-300"
+    if kind == "a file":
+        target.write_bytes(b"x")
+        return
+    if kind == "a link":
+        target.symlink_to(original)
+        return
+    target.mkdir()
+    for name, data in files(original).items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(data)
+    if kind == "one file more":
+        (target / "notes.txt").write_bytes(b"mine")
+    elif kind == "one file less":
+        (target / "model.bin").unlink()
+    elif kind == "one bit off":
+        flip_bit(target / "model.bin")
+    elif kind == "one byte more":
+        with (target / "model.bin").open("ab") as file:
+            file.write(b"x")
+    elif kind == "a linked file":
+        (target / "model.bin").unlink()
+        (target / "model.bin").symlink_to(original / "model.bin")
+
+
+SOMETHING_ELSE = ["a file", "a link", "one file more", "one file less", "one bit off", "one byte more", "a linked file"]
+
+
+@pytest.mark.parametrize("kind", SOMETHING_ELSE)
+def test_target_that_holds_something_else_is_refused(run_url: str, cli_here: Cli, tmp_path: Path, kind: str) -> None:
+    """Exit 7, and nothing is changed."""
+    target = tmp_path / "here"
+    _something_else(kind, target, tmp_path)
+    before = files(tmp_path)
+    refused(cli_here("resume", run_url, "--to", target), 7, str(target), "--replace")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", SOMETHING_ELSE)
+def test_replace(run_url: str, cli_here: Cli, tmp_path: Path, kind: str) -> None:
+    """--replace puts the checkpoint in the place of whatever was there, and what a link pointed to stays."""
+    target = tmp_path / "here"
+    _something_else(kind, target, tmp_path)
+    original = files(tmp_path / "trained" / "checkpoint-300")
+    assert cli_here("resume", run_url, "--to", target, "--replace").returncode == 0
+    assert files(target) == original
+    assert not target.is_symlink()
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    assert files(tmp_path / "trained" / "checkpoint-300") == original
+    assert names(tmp_path) == ["here", "here.ckptmgr.json", "store", "trained"]
+
+
+def test_replace_with_a_damaged_checkpoint_replaces_nothing(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """What was there goes only when its successor is complete and right."""
+    target = tmp_path / "here"
+    target.mkdir()
+    (target / "mine").write_bytes(b"mine")
+    flip_bit(data_dir(run_url, 300) / "model.bin")
+    refused(cli_here("resume", run_url, "300", "--to", target, "--replace"), 5, "model.bin")
+    assert files(target) == {"mine": b"mine"}
+    assert names(tmp_path) == ["here", "store", "trained"]
+
+
+@pytest.mark.parametrize("where", ["working directory", "above it", "home", "the run", "in the run", "the store"])
+def test_targets_that_are_never_replaced(
+    run_url: str, cli_here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """--replace on the working or home directory, or on the run itself, can only be a mistake: exit 2, nothing changed."""
+    run = Path(run_url.removeprefix("file://"))
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "precious").write_bytes(b"x")
+    monkeypatch.setenv("HOME", str(home))
+    target = {
+        "working directory": tmp_path,
+        "above it": tmp_path.parent,
+        "home": home,
+        "the run": run,
+        "in the run": run / "checkpoint-300",
+        "the store": run.parent,
+    }[where]
+    before = files(tmp_path)
+    refused(cli_here("resume", run_url, "--to", target, "--replace"), 2, str(target))
+    assert files(tmp_path) == before
+
+
+def test_default_target_inside_the_run_is_refused(
+    run_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called from within a local store, ./<run>/checkpoint-<step> would lie among the run's own files."""
+    run = RunDirectory.open(run_url)
+    before = files(tmp_path)
+    monkeypatch.chdir(tmp_path / "store")
+    with pytest.raises(ValueError, match="lies inside the run"):
+        resume(run, parse_selector("latest"))
+    assert files(tmp_path) == before
+
+
+def test_one_file_tree_prints_the_file(
+    make_store: MakeStore, make_checkpoint: MakeCheckpoint, cli_here: Cli, tmp_path: Path
+) -> None:
+    """A checkpoint of one file (a `.ckpt`) is that file for the trainer, and `verify` takes it by that name."""
+    store = make_store("local")
+    assert cli_here("push", make_checkpoint(7, {"deep/epoch=1.ckpt": b"lightning"}), f"{store.url}/run").returncode == 0
+    resumed = cli_here("resume", f"{store.url}/run")
+    assert resumed.stdout == f"{tmp_path}/run/checkpoint-7/deep/epoch=1.ckpt\n"
+    assert Path(resumed.stdout.strip()).read_bytes() == b"lightning"
+    assert cli_here("verify", tmp_path / "run" / "checkpoint-7").returncode == 0
+    assert cli_here("resume", f"{store.url}/run", "--json").returncode == 0
+
+
+# --- leftovers ----------------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_download_is_taken_up(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+) -> None:
+    """The store failed in the middle: the final name does not exist, what arrived stays, and a repeat fetches only the rest."""
+    store = make_store("oss")
+    (stem,) = push_steps(f"{store.url}/run", 100)
+    target = tmp_path / "here"
+    with store.server.faults.injected(
+        Fault(status=403, code="AccessDenied", times=None, key="*/sub/opt.bin", method="GET")
+    ):
+        refused(cli_here("resume", f"{store.url}/run", "--to", target), 4, "sub/opt.bin")
+    assert names(tmp_path) == ["here.partial", "trained"]
+    assert (tmp_path / "here.partial" / "model.bin").read_bytes() == files(tmp_path / "trained" / "checkpoint-100")[
+        "model.bin"
+    ]
+    store.server.log.clear()
+    assert cli_here("resume", f"{store.url}/run", "--to", target).returncode == 0
+    assert files(target) == files(tmp_path / "trained" / "checkpoint-100")
+    assert names(tmp_path) == ["here", "here.ckptmgr.json", "trained"]
+    fetched = [
+        entry.key for entry in store.server.log if f"/checkpoints/{stem}/" in entry.key and entry.method == "GET"
+    ]
+    assert fetched == [f"exp/run/checkpoints/{stem}/sub/opt.bin"]
+
+
+def test_leftover_of_another_checkpoint_never_ends_in_the_result(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """Of a .partial only bytes that verify are used: other files, folders in the place of files, files in the place of folders and links go."""
+    partial = tmp_path / "here.partial"
+    (partial / "model.bin").mkdir(parents=True)
+    (partial / "model.bin" / "shard").write_bytes(b"old")
+    (partial / "sub").write_bytes(b"a file where a folder must go")
+    (partial / "stale.bin").write_bytes(b"old")
+    (partial / "deep" / "er").mkdir(parents=True)
+    (partial / "link").symlink_to(tmp_path / "trained")
+    resumed = cli_here("resume", run_url, "--to", tmp_path / "here")
+    assert resumed.returncode == 0, resumed.stderr
+    original = tmp_path / "trained" / "checkpoint-300"
+    assert files(tmp_path / "here") == files(original)
+    assert sorted(p.name for p in (tmp_path / "here").rglob("*")) == sorted(p.name for p in original.rglob("*"))
+    assert not partial.exists()
+    assert (tmp_path / "trained").is_dir()
+
+
+def test_leftover_with_the_right_size_and_wrong_bytes_is_fetched_again(
+    run_url: str, cli_here: Cli, tmp_path: Path
+) -> None:
+    """Size is no proof."""
+    partial = tmp_path / "here.partial"
+    partial.mkdir()
+    (partial / "model.bin").write_bytes(bytes(len(files(tmp_path / "trained" / "checkpoint-300")["model.bin"])))
+    assert cli_here("resume", run_url, "--to", tmp_path / "here").returncode == 0
+    assert files(tmp_path / "here") == files(tmp_path / "trained" / "checkpoint-300")
+
+
+def test_leftover_through_a_link_does_not_reach_the_file_behind_it(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """A link in a .partial is removed, not written through."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    (tmp_path / "here.partial").mkdir()
+    (tmp_path / "here.partial" / "model.bin").symlink_to(outside)
+    assert cli_here("resume", run_url, "--to", tmp_path / "here").returncode == 0
+    assert outside.read_bytes() == b"mine"
+    assert not (tmp_path / "here" / "model.bin").is_symlink()
+
+
+def test_two_at_once_share_one_target(run_url: str, tmp_path: Path) -> None:
+    """Two processes of a node may resume into the same directory: one fetches, the other finds it there; neither calls it damaged."""
+    results = []
+    started = threading.Barrier(2)
+
+    def one() -> None:
+        started.wait(10)
+        results.append(resume(RunDirectory.open(run_url), parse_selector("latest"), to=tmp_path / "here"))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(str(result.source) for result in results) == ["None", "remote"]
+    assert files(tmp_path / "here") == files(tmp_path / "trained" / "checkpoint-300")
+    assert names(tmp_path) == ["here", "here.ckptmgr.json", "store", "trained"]
+
+
+# --- disks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 MB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs (needs root): {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_full_disk_is_noticed_before_the_first_byte(
+    make_store: MakeStore, make_checkpoint: MakeCheckpoint, cli_here: Cli, small_disk: Path
+) -> None:
+    """A checkpoint that does not fit is refused (4) with both numbers, and nothing is fetched (K069)."""
+    store = make_store("oss")
+    size = 41 << 20
+    assert cli_here("push", make_checkpoint(1, {"model.bin": bytes(size)}), f"{store.url}/run").returncode == 0
+    store.server.log.clear()
+    refused(cli_here("resume", f"{store.url}/run", "--to", small_disk / "here"), 4, str(size), "bytes free", "--to")
+    assert names(small_disk) == []
+    assert not any("/checkpoints/" in entry.key for entry in store.server.log)
+
+
+def test_disk_that_fills_up_during_the_transfer(
+    make_store: MakeStore, make_checkpoint: MakeCheckpoint, cli_here: Cli, small_disk: Path
+) -> None:
+    """No half-restored directory; what arrived stays, and a repeat with room goes on from there."""
+    store = make_store("local")
+    directory = make_checkpoint(1, {"a.bin": b"a" * 1000, "b.bin": b"b" * (20 << 20)})
+    assert cli_here("push", directory, f"{store.url}/run").returncode == 0
+
+    class FillsUp:
+        def started(self, manifest: Manifest, source: str) -> None:
+            (small_disk / "other").write_bytes(bytes(30 << 20))
+
+        def moved(self, count: int) -> None:
+            pass
+
+    run = RunDirectory.open(f"{store.url}/run")
+    with pytest.raises(DiskFullError):
+        resume(run, parse_selector("latest"), to=small_disk / "here", progress=FillsUp())
+    assert names(small_disk) == ["here.partial", "other"]
+    (small_disk / "other").unlink()
+    assert cli_here("resume", f"{store.url}/run", "--to", small_disk / "here").returncode == 0
+    assert files(small_disk / "here") == files(directory)
+
+
+def test_mount_point_as_target_is_refused(run_url: str, cli_here: Cli, small_disk: Path) -> None:
+    """It cannot be given its content in one step: exit 2, with a directory to use instead."""
+    refused(cli_here("resume", run_url, "--to", small_disk), 2, "mount point", f"--to {small_disk / 'checkpoint'}")
+    assert names(small_disk) == []
+
+
+def test_store_on_a_full_disk(make_checkpoint: MakeCheckpoint, cli_here: Cli, small_disk: Path) -> None:
+    """A push that does not fit is refused by the disk (4), commits nothing, and leaves no half-written file under a final name."""
+    result = cli_here("push", make_checkpoint(1, {"model.bin": bytes(41 << 20)}), small_disk / "store" / "run")
+    refused(result, 4, "No space left", "free some space")
+    assert list((small_disk / "store").rglob("manifests/*")) == []
+    assert list((small_disk / "store").rglob("model.bin")) == []
+
+
+# --- the local tier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiered(make_store: MakeStore, push_steps: PushSteps, tmp_path: Path) -> tuple[Store, Path]:
+    """A run with the steps 100 and 200 on OSS, and a local tier that holds both."""
+    store = make_store("oss")
+    push_steps(f"{store.url}/run", 100, 200)
+    tier = tmp_path / "tier"
+    for key, data in store.snapshot("run/").items():
+        path = tier / key.removeprefix("run/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return store, tier
+
+
+def downloads(store: Store) -> list[str]:
+    return [entry.key for entry in store.server.log if "/checkpoints/" in entry.key and entry.method == "GET"]
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_local_tier_is_preferred(
+    tiered: tuple[Store, Path], cli_here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """What is on this disk and right is linked, not downloaded."""
+    store, tier = tiered
+    store.server.log.clear()
+    if given == "variable":
+        monkeypatch.setenv("CKPTMGR_LOCAL_DIR", str(tier))
+    options = ["--local-dir", tier] if given == "option" else []
+    document = json.loads(cli_here("resume", f"{store.url}/run", "--json", *options).stdout)
+    assert (document["source"], document["step"]) == ("local", 200)
+    assert files(Path(document["path"])) == files(tmp_path / "trained" / "checkpoint-200")
+    assert downloads(store) == []
+    (data,) = (tier / "checkpoints").glob("*-000000000200-*")
+    assert os.path.samefile(data / "model.bin", Path(document["path"]) / "model.bin")
+
+
+def test_damaged_local_copy_is_taken_from_the_store(tiered: tuple[Store, Path], cli_here: Cli, tmp_path: Path) -> None:
+    """The same checkpoint, not an older one; the damaged file of the tier is named."""
+    store, tier = tiered
+    (data,) = (tier / "checkpoints").glob("*-000000000200-*")
+    flip_bit(data / "model.bin")
+    resumed = cli_here("resume", f"{store.url}/run", "--json", "--local-dir", tier)
+    document = json.loads(resumed.stdout)
+    assert (document["source"], document["step"], document["skipped"]) == ("remote", 200, [])
+    assert "model.bin" in resumed.stderr
+    assert str(tier) in resumed.stderr
+    assert files(Path(document["path"])) == files(tmp_path / "trained" / "checkpoint-200")
+    assert json.loads(cli_here("ls", f"{store.url}/run", "--json").stdout)["checkpoints"][1]["state"] == "committed"
+
+
+def test_what_only_the_tier_has_is_newest(tiered: tuple[Store, Path], cli_here: Cli, tmp_path: Path) -> None:
+    """A commit that was not uploaded in time is still the newest of the lineage."""
+    store, tier = tiered
+    (data,) = (tier / "checkpoints").glob("*-000000000200-*")
+    store.delete(f"run/manifests/{data.name}.json")
+    document = json.loads(cli_here("resume", f"{store.url}/run", "--json", "--local-dir", tier).stdout)
+    assert (document["source"], document["step"]) == ("local", 200)
+    document = json.loads(cli_here("resume", f"{store.url}/run", "--json").stdout)
+    assert (document["source"], document["step"]) == ("remote", 100)
+
+
+def test_run_that_only_the_tier_has(tiered: tuple[Store, Path], cli_here: Cli, tmp_path: Path) -> None:
+    """The store lost the run, or never got it: what is on this disk is resumed rather than training begun anew, and nothing is created."""
+    store, tier = tiered
+    for key in store.snapshot():
+        store.delete(key)
+    started = tmp_path / "STARTED"
+    words = ["sh", "-c", 'test -n "$CKPTMGR_RESUME_FROM" && touch "$0"', str(started)]
+    result = cli_here("resume", f"{store.url}/run", "--local-dir", tier, "--or-start", "--", *words)
+    assert started.exists(), result.stderr
+    assert result.returncode == 6  # the tier's saves are pending: nothing says that the store has them
+    assert store.keys() == []
+
+
+def test_one_id_with_two_contents_is_a_conflict(
+    tiered: tuple[Store, Path], cli_here: Cli, tmp_path: Path, push_steps: PushSteps
+) -> None:
+    """Neither is chosen: exit 7, both places named, nothing changed."""
+    store, tier = tiered
+    (data,) = (tier / "checkpoints").glob("*-000000000200-*")
+    manifest = tier / "manifests" / f"{data.name}.json"
+    known = decode_manifest(manifest.read_bytes(), where="")
+    assert isinstance(known, Manifest)
+    manifest.write_bytes(encode_manifest(replace(known, files=known.files[:1])))
+    before = store.snapshot(), files(tmp_path)
+    for selector in ([], ["100"], ["200"]):
+        refused(
+            cli_here("resume", f"{store.url}/run", *selector, "--local-dir", tier),
+            7,
+            str(tier),
+            f"{store.url}/run",
+            data.name,
+        )
+    assert (store.snapshot(), files(tmp_path)) == before
+
+
+def test_tier_of_another_run_is_a_conflict(tiered: tuple[Store, Path], push_steps: PushSteps, cli_here: Cli) -> None:
+    """A local directory that belongs to another run is not looked into: exit 7."""
+    store, tier = tiered
+    push_steps(f"{store.url}/other", 100)
+    refused(cli_here("resume", f"{store.url}/other", "--local-dir", tier), 7, str(tier), f"{store.url}/other")
+
+
+def test_local_dir_that_is_not_there_yet(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """The first start on a machine finds no tier, and none is made by looking."""
+    assert cli_here("resume", run_url, "--local-dir", tmp_path / "tier").returncode == 0
+    assert not (tmp_path / "tier").exists()
+
+
+# --- damage and fall-back -----------------------------------------------------------------------------------------------
+
+
+def test_damaged_newest_is_passed_over_and_remembered(
+    run_url: str, cli_here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next older is taken; the damaged one is named in both outputs, and `ls` knows it from then on, until it is repaired."""
+    whole = (data_dir(run_url, 300) / "sub" / "opt.bin").read_bytes()
+    stem = data_dir(run_url, 300).name
+    flip_bit(data_dir(run_url, 300) / "sub" / "opt.bin")
+    resumed = cli_here("resume", run_url, "--json")
+    document = json.loads(resumed.stdout)
+    assert (document["step"], document["source"]) == (200, "remote")
+    assert [(item["id"], item["step"]) for item in document["skipped"]] == [(stem, 300)]
+    assert "sub/opt.bin has the blake3" in document["skipped"][0]["why"]
+    assert stem in resumed.stderr
+    assert "sub/opt.bin" in resumed.stderr
+    assert names(tmp_path / "run") == ["checkpoint-200", "checkpoint-200.ckptmgr.json"]
+
+    def states() -> list[str]:
+        rows = json.loads(cli_here("ls", run_url, "--json").stdout)["checkpoints"]
+        return [row["state"] for row in rows]
+
+    assert states() == ["committed", "committed", "damaged"]
+    assert "sub/opt.bin" in cli_here("ls", run_url).stderr
+    refused(cli_here("prune", run_url, "--keep-last", "1", "--yes"), 5, stem, "sub/opt.bin")
+    (data_dir(run_url, 300) / "sub" / "opt.bin").write_bytes(whole)
+    assert json.loads(cli_here("resume", run_url, "--json").stdout)["step"] == 300
+    assert states() == ["committed", "committed", "committed"]
+
+
+def test_remembered_damage_costs_one_file(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+) -> None:
+    """The second resume looks at the damaged file first, and does not download the rest of a checkpoint that it cannot use."""
+    store = make_store("oss")
+    *_, newest = push_steps(f"{store.url}/run", 100, 200)
+    store.server.raw_flip_bit(store.url.split("/")[2], f"exp/run/checkpoints/{newest}/sub/opt.bin")
+    assert cli_here("resume", f"{store.url}/run").returncode == 0
+    assert f"exp/run/checkpoints/{newest}/model.bin" in downloads(store)
+    store.server.log.clear()
+    assert cli_here("resume", f"{store.url}/run").returncode == 0
+    assert set(downloads(store)) == {f"exp/run/checkpoints/{newest}/sub/opt.bin"}
+
+
+@pytest.mark.parametrize("selector", ["300", "id"])
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_damaged_explicit_selection(run_url: str, cli_here: Cli, tmp_path: Path, selector: str, damage: str) -> None:
+    """What was named is what is meant: exit 5, nothing older instead, nothing left behind."""
+    path = data_dir(run_url, 300) / "model.bin"
+    flip_bit(path) if damage == "flipped" else path.unlink()
+    chosen = f"id:{data_dir(run_url, 300).name}" if selector == "id" else selector
+    refused(cli_here("resume", run_url, chosen), 5, "model.bin", "blake3" if damage == "flipped" else "missing")
+    assert names(tmp_path) == ["store", "trained"]
+
+
+def test_strict(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """--strict turns a damaged newest into exit 5."""
+    flip_bit(data_dir(run_url, 300) / "model.bin")
+    refused(cli_here("resume", run_url, "--strict"), 5, data_dir(run_url, 300).name, "model.bin")
+    assert names(tmp_path) == ["store", "trained"]
+
+
+def test_all_damaged(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
+    """Nothing is left to resume: exit 5, each one named, nothing left behind, and --or-start does not start."""
+    for step in (100, 200, 300):
+        flip_bit(data_dir(run_url, step) / "model.bin")
+    for options in ([], ["--or-start", "--", "touch", str(tmp_path / "STARTED")]):
+        result = cli_here("resume", run_url, *options)
+        assert result.returncode == 5
+        assert result.stdout == ""
+        *warnings, error = result.stderr.splitlines()
+        assert [line.startswith("ckptmgr: warning: step ") for line in warnings] == [True] * 3
+        assert error.startswith("ckptmgr: error: none of the 3 checkpoints")
+        assert names(tmp_path) == ["store", "trained"]
+
+
+def in_background(cli: Cli, *words: str) -> tuple[threading.Thread, list[Result]]:
+    """Start a command in a thread; its result is in the list once the thread has ended."""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(cli(*words)))
+    thread.start()
+    return thread, results
+
+
+def test_pruned_while_it_is_downloaded(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+) -> None:
+    """`latest` takes the next older; what was named is not found any more (3). Neither is called damage."""
+    store = make_store("oss")
+    url = f"{store.url}/run"
+    _, newest = push_steps(url, 100, 200)
+    closing = json.dumps({"format": "ckptmgr", "version": 1, "id": newest, "closed": "pruned", "closed_at": None})
+
+    for selector, code in (("200", 3), ("latest", 0)):
+        manifest = store.get(f"run/manifests/{newest}.json")
+        held = store.server.faults.add(Fault(method="GET", key=f"*/checkpoints/{newest}/*", hold="before", times=1))
+        thread, results = in_background(cli_here, "resume", url, selector, "--json")
+        assert held.reached.wait(30)
+        data = store.snapshot(f"run/checkpoints/{newest}/")
+        store.put(f"run/manifests/{newest}.json", closing.encode())
+        for key in data:
+            store.delete(key)
+        held.release()
+        thread.join(30)
+        (result,) = results
+        assert result.returncode == code, result.stderr
+        assert "damaged" not in result.stderr
+        if code == 0:
+            document = json.loads(result.stdout)
+            assert (document["step"], [item["id"] for item in document["skipped"]]) == (100, [newest])
+            assert "removed" in document["skipped"][0]["why"]
+        for key, value in {**data, f"run/manifests/{newest}.json": manifest}.items():
+            store.put(key, value)
+
+
+# --- selectors ----------------------------------------------------------------------------------------------------------
+
+
+def test_selectors_choose(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path) -> None:
+    """latest, step, best, worst, tag and id each mean what they say."""
+    store = make_store("local")
+    url = f"{store.url}/run"
+    ids = {}
+    for step, loss, options in ((100, "0.5", ["--tag", "good"]), (200, "0.1", []), (300, "nan", []), (400, "0.9", [])):
+        (ids[step],) = push_steps(url, step, options=["--metric", f"eval_loss={loss}", *options])
+    meant = {
+        "latest": 400,
+        "200": 200,
+        "best:eval_loss": 200,
+        "best:eval_loss:max": 400,
+        "worst:eval_loss": 400,
+        "worst:eval_loss:max": 200,
+        "tag:good": 100,
+        f"id:{ids[300]}": 300,
+    }
+    for selector, step in meant.items():
+        document = json.loads(cli_here("resume", url, selector, "--json").stdout)
+        assert (selector, document["step"], document["id"]) == (selector, step, ids[step])
+        assert json.loads(cli_here("show", url, selector, "--json").stdout)["id"] == ids[step]
