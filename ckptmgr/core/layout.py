@@ -112,7 +112,7 @@ def attempt_key(number: int) -> str:
 
 
 def attempt_bid_key(number: int, nonce: str) -> str:
-    """A bid for a number on a store without create-only, beside others' bids; `ckptmgr.core.protocol.claim` says who wins."""
+    """A bid for a number on a store without create-only, beside others' bids; `ckptmgr.core.claims.claim` says who wins."""
     return f"{ATTEMPTS}/{number:06d}-{nonce}.json"
 
 

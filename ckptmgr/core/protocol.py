@@ -31,108 +31,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from ckptmgr.core.errors import ConflictError, IntegrityError, ManifestError, ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import (
-    ATTEMPTS,
-    MANIFESTS,
     Stem,
-    attempt_bid_key,
-    attempt_key,
-    attempt_number,
     data_key,
     data_prefix,
     manifest_key,
-    parse_stem,
 )
-from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, decode_manifest, encode_closing, encode_manifest
-from ckptmgr.core.records import AttemptRecord, decode_attempt, encode_attempt
+from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest, encode_closing, encode_manifest
+from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
 
 GC_GRACE_S = 7 * 24 * 3600.0
 CLOSING_KEPT_S = 30 * 24 * 3600.0
 SETTLE_TRIES = 5
-CLAIM_TRIES = 1000
-
-
-# --- operations -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PutFile:
-    """Upload the source of `entry` to `key`, checked against its digests on the way and in the store. Result: None."""
-
-    key: str
-    entry: FileEntry
-
-
-@dataclass(frozen=True, slots=True)
-class IsStored:
-    """Result: True if `key` holds the bytes of `entry` for certain, by what the store reports without a download; else False."""
-
-    key: str
-    entry: FileEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """Write `body` to `key` only if nothing is there. Result: None; `ObjectExistsError` if refused."""
-
-    key: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """Write `body` to `key`, whatever is there. Result: None."""
-
-    key: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Result: the bytes at `key`, or None if the store says that nothing is there."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class ListKeys:
-    """Result: every key below `prefix`, sorted."""
-
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Remove `key`; already gone is success. Result: None."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring the file of `entry` from `key` to where it is wanted and check it. Result: None if it is right, else what is wrong with it."""
-
-    key: str
-    entry: FileEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Note progress durably in the local journal, never in the store. Result: None.
-
-    `confirmed`: the store holds `path`. `renamed`: the upload goes on as `stem`, with nothing confirmed. `uploaded`: committed as `stem`;
-    only after this may the local copy go (I6). `dropped`: the checkpoint was pruned meanwhile.
-    """
-
-    event: Literal["confirmed", "renamed", "uploaded", "dropped"]
-    stem: Stem
-    path: str = ""
-
-
-Operation: TypeAlias = PutFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record
 
 
 # --- commit ---------------------------------------------------------------------------------------------------------------
@@ -188,7 +101,7 @@ def replicate(
         verdict: _Verdict = "absent"
         if stale_at is not None:
             closing = ClosingRecord(stem=manifest.stem, closed="aborted", closed_at=stale_at)
-            verdict = yield from _create_settled(key, encode_closing(closing), judge, won="aborted")
+            verdict = yield from create_settled(key, encode_closing(closing), judge, won="aborted")
         elif resumed:
             verdict = judge((yield Read(key)))
         if verdict == "absent":
@@ -199,7 +112,7 @@ def replicate(
                 if not (resumed and (yield IsStored(target, entry))):
                     yield PutFile(target, entry)
                 yield Record("confirmed", manifest.stem, entry.path)
-            verdict = yield from _create_settled(key, body, judge, won="own")
+            verdict = yield from create_settled(key, body, judge, won="own")
         if verdict == "own":
             yield Record("uploaded", manifest.stem)
             return Committed(manifest.stem)
@@ -240,7 +153,7 @@ def _judge(found: bytes | None, manifest: Manifest, key: str) -> _Verdict:
     )
 
 
-def _create_settled(
+def create_settled(
     key: str, body: bytes, judge: Callable[[bytes | None], str], *, won: str
 ) -> Generator[Operation, Any, Any]:
     """Create `key`; on a refusal or silence read it back and judge what is there (I3). Returns `won` or the judge's verdict."""
@@ -303,7 +216,7 @@ def collect(stem: Stem, *, closed_at: str | None) -> Generator[Operation, Any, b
             return "absent"
         return "own" if isinstance(decode_manifest(found, where=key), ClosingRecord) else "committed"
 
-    if (yield from _create_settled(key, claim, judge, won="own")) != "own":
+    if (yield from create_settled(key, claim, judge, won="own")) != "own":
         return False
     yield from _delete_data(stem)
     return True
@@ -376,76 +289,3 @@ def _open(stem: Stem, run_uuid: str, found: bytes | None) -> Manifest | Unusable
             f"{key} belongs to {there.id} of run {there.run_uuid}", hint="it was copied here by hand", key=key
         )
     return there
-
-
-# --- claim ----------------------------------------------------------------------------------------------------------------
-
-
-def claim(
-    make: Callable[[int, int | None], AttemptRecord],
-    *,
-    create_only: bool,
-    new_nonce: Callable[[], str],
-    tries: int = CLAIM_TRIES,
-) -> Generator[Operation, Any, AttemptRecord]:
-    """Claim the next attempt number of a run, against any number of others doing the same.
-
-    The number is above every claimed one and every one that a commit names: a run may have been copied without its claims, and commits of
-    a new attempt that shares a number with old ones would not be told apart from them (I4).
-
-    Args:
-        make: the record for (number, the highest number taken before it); its `claim_id` is unique to this claim.
-        create_only: whether the store decides create-only writes. If not, a bid is written under a name of its own; whoever is alone with it
-            has won. Of several, all withdraw and take the next number, but for the first in LIST order, which looks again a few times.
-        tries: how many numbers to try.
-
-    Raises:
-        ConflictError: others took every number that was tried.
-        TransientBackendError: the store did not answer. A claim may have been left behind; it costs a number, nothing else.
-    """
-    numbers = [number for key in (yield ListKeys(ATTEMPTS)) if (number := attempt_number(key)) is not None]
-    names = [key.rsplit("/", 1)[-1].removesuffix(".json") for key in (yield ListKeys(MANIFESTS))]
-    numbers.extend(stem.attempt for name in names if (stem := parse_stem(name)) is not None)
-    highest = max(numbers, default=None)
-    for number in range((highest or 0) + 1, (highest or 0) + 1 + tries):
-        record = make(number, highest)
-        won = yield from (_claim_created(record) if create_only else _claim_bid(record, new_nonce()))
-        if won:
-            return record
-        highest = number
-    raise ConflictError(
-        "no attempt number could be claimed", hint="too many processes start this run at once; stop the others"
-    )
-
-
-def _claim_created(record: AttemptRecord) -> Generator[Operation, Any, bool]:
-    key = attempt_key(record.number)
-
-    def judge(found: bytes | None) -> str:
-        if found is None:
-            return "absent"
-        try:
-            return "own" if decode_attempt(found, where=key).claim_id == record.claim_id else "taken"
-        except ManifestError:
-            return "taken"
-
-    return bool((yield from _create_settled(key, encode_attempt(record), judge, won="own")) == "own")
-
-
-def _claim_bid(record: AttemptRecord, nonce: str) -> Generator[Operation, Any, bool]:
-    """Bid for the number; True if it is ours.
-
-    Of two bidders, the one whose bid came later sees the other's, unless that was withdrawn; so at most one is ever alone. The first in
-    LIST order may not take the others' word for it that they will go, but may wait until they have, or nobody would get anywhere
-    who starts at the same time as somebody else.
-    """
-    bid = attempt_bid_key(record.number, nonce)
-    yield Replace(bid, encode_attempt(record))
-    for _ in range(SETTLE_TRIES):
-        claims = [key for key in (yield ListKeys(ATTEMPTS)) if attempt_number(key) == record.number]
-        if claims == [bid]:
-            return True
-        if bid != min(claims, default=""):
-            break
-    yield Delete(bid)
-    return False

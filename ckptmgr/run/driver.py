@@ -12,18 +12,7 @@ from ckptmgr.backends.atomic import digest_file, link_or_copy
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
 from ckptmgr.core.manifest import FileEntry
-from ckptmgr.core.protocol import (
-    Create,
-    Delete,
-    Fetch,
-    IsStored,
-    ListKeys,
-    Operation,
-    PutFile,
-    Read,
-    Record,
-    Replace,
-)
+from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
 from ckptmgr.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from ckptmgr.core import layout
 from ckptmgr.core.errors import ManifestError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, convert_record, decode_record
-from ckptmgr.core.protocol import Record
+from ckptmgr.core.operations import Record
 
 UploadState = Literal["pending", "uploading", "uploaded", "failed", "dropped"]
 

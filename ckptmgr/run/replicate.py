@@ -10,7 +10,8 @@ from pathlib import Path
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.protocol import Committed, Dropped, Record
+from ckptmgr.core.operations import Record
+from ckptmgr.core.protocol import Committed, Dropped
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import new_nonce, utc_stamp, wall_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptmgr.core import protocol
+from ckptmgr.core import claims
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
@@ -38,7 +38,7 @@ def claim_attempt(run: RunDirectory, *, how: How, parent: Stem | None) -> Attemp
             created_at=utc_stamp(),
         )
 
-    steps = protocol.claim(make, create_only=run.record.create_only, new_nonce=new_nonce)
+    steps = claims.claim(make, create_only=run.record.create_only, new_nonce=new_nonce)
     return drive(steps, StoreDriver(run))
 
 

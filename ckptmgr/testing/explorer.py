@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.protocol import Operation
+from ckptmgr.core.operations import Operation
 from ckptmgr.testing.explorer_checks import Broken
 from ckptmgr.testing.explorer_world import Actor, Move, Process, Scenario, World
 

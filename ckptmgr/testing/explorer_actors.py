@@ -11,21 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmgr.core.checksums import blake3_hex, digest_bytes
+from ckptmgr.core.claims import claim
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.layout import CHECKPOINTS, MANIFESTS, Stem, data_key, manifest_key, parse_stem
 from ckptmgr.core.lineage import chain
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
-from ckptmgr.core.protocol import (
-    Fetch,
-    Fetched,
-    ListKeys,
-    Operation,
-    claim,
-    collect,
-    fetch,
-    prune,
-    replicate,
-)
+from ckptmgr.core.operations import Fetch, ListKeys, Operation
+from ckptmgr.core.protocol import Fetched, collect, fetch, prune, replicate
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.testing.explorer import Actor, Process, Scenario, rewritten
 from ckptmgr.testing.explorer_checks import Journal, Reading

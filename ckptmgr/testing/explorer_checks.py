@@ -18,7 +18,8 @@ from ckptmgr.core.layout import (
     parse_stem,
 )
 from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest
-from ckptmgr.core.protocol import Committed, Dropped, Operation, PutFile, Record, Unusable
+from ckptmgr.core.operations import Operation, PutFile, Record
+from ckptmgr.core.protocol import Committed, Dropped, Unusable
 from ckptmgr.core.records import AttemptRecord, decode_attempt
 
 Store: TypeAlias = Mapping[str, bytes]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptmgr.core.errors import CkptmgrError, ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.protocol import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
+from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
 from ckptmgr.testing.explorer_checks import Broken, Checks, Journal, Store
 
 Process: TypeAlias = Generator[Operation, Any, Any]

@@ -9,7 +9,8 @@ import pytest
 from ckptmgr.core.checksums import digest_bytes
 from ckptmgr.core.layout import data_key, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, encode_closing, encode_manifest
-from ckptmgr.core.protocol import Committed, Dropped, PutFile, Record, Replace
+from ckptmgr.core.operations import PutFile, Record, Replace
+from ckptmgr.core.protocol import Committed, Dropped
 from ckptmgr.core.records import AttemptRecord, encode_attempt
 from ckptmgr.testing.explorer import explore
 from ckptmgr.testing.explorer_actors import OLDER, RUN_UUID, SAVE, collector, committed, scenario, writer

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from ckptmgr.core.checksums import digest_bytes
+from ckptmgr.core.claims import claim
 from ckptmgr.core.errors import (
     ConflictError,
     ManifestError,
@@ -17,23 +18,13 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.layout import ATTEMPTS, MANIFESTS, Stem, attempt_key, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, encode_closing, encode_manifest
+from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
 from ckptmgr.core.protocol import (
     SETTLE_TRIES,
     Committed,
-    Create,
-    Delete,
     Dropped,
-    Fetch,
     Fetched,
-    IsStored,
-    ListKeys,
-    Operation,
-    PutFile,
-    Read,
-    Record,
-    Replace,
     Unusable,
-    claim,
     collect,
     fetch,
     is_stale,

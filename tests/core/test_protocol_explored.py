@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.core.claims import claim
 from ckptmgr.core.errors import ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import ATTEMPTS, MANIFESTS, Stem, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import encode_manifest
-from ckptmgr.core.protocol import (
-    Create,
-    Delete,
-    IsStored,
-    ListKeys,
-    Operation,
-    PutFile,
-    Read,
-    Replace,
-    claim,
-    replicate,
-)
+from ckptmgr.core.operations import Create, Delete, IsStored, ListKeys, Operation, PutFile, Read, Replace
+from ckptmgr.core.protocol import replicate
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.testing.explorer import Actor, Process, Rewrite, Scenario, explore, replay, rewritten, walk
 from ckptmgr.testing.explorer_actors import (

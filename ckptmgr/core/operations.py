@@ -1,0 +1,89 @@
+"""The operations that the protocol yields and a driver performs: everything that a run directory's rules need of a store.
+
+An operation that fails is answered by throwing the error into the protocol that yielded it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class PutFile:
+    """Upload the source of `entry` to `key`, checked against its digests on the way and in the store. Result: None."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class IsStored:
+    """Result: True if `key` holds the bytes of `entry` for certain, by what the store reports without a download; else False."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Write `body` to `key` only if nothing is there. Result: None; `ObjectExistsError` if refused."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Write `body` to `key`, whatever is there. Result: None."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Result: the bytes at `key`, or None if the store says that nothing is there."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListKeys:
+    """Result: every key below `prefix`, sorted."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove `key`; already gone is success. Result: None."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the file of `entry` from `key` to where it is wanted and check it. Result: None if it is right, else what is wrong with it."""
+
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Note progress durably in the local journal, never in the store. Result: None.
+
+    `confirmed`: the store holds `path`. `renamed`: the upload goes on as `stem`, with nothing confirmed. `uploaded`: committed as `stem`;
+    only after this may the local copy go (I6). `dropped`: the checkpoint was pruned meanwhile.
+    """
+
+    event: Literal["confirmed", "renamed", "uploaded", "dropped"]
+    stem: Stem
+    path: str = ""
+
+
+Operation: TypeAlias = PutFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record
