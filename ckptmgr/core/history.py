@@ -19,6 +19,7 @@ class History:
 
     Attributes:
         run_uuid: the run.
+        where: how the user names the run, for messages.
         manifests: committed checkpoints whose manifest can be read.
         broken: manifests that are there but cannot be read; the checkpoint counts as damaged, and is never deleted or trusted.
         closed: closing records of pruned and aborted ones.
@@ -27,6 +28,7 @@ class History:
     """
 
     run_uuid: str
+    where: str = "this run"
     manifests: Mapping[Stem, Manifest] = field(default_factory=dict)
     broken: Mapping[Stem, ManifestError] = field(default_factory=dict)
     closed: Mapping[Stem, ClosingRecord] = field(default_factory=dict)
@@ -74,8 +76,10 @@ class History:
         found = choose(selector, self.readable_chain(), self.others(), self.tags)
         if found is None:
             steps = [str(manifest.step) for manifest in reversed(self.readable_chain())]
-            have = f"its steps are {', '.join(steps[-8:])}" if steps else "it has no checkpoint"
-            raise CheckpointNotFoundError(f"no checkpoint matches {selector}: {have}", hint="see `ckptmgr ls --all`")
+            have = f"the steps of its lineage are {', '.join(steps[-8:])}" if steps else "its lineage has no checkpoint"
+            raise CheckpointNotFoundError(
+                f"no checkpoint of {self.where} matches {selector}: {have}", hint="see `ckptmgr ls --all`"
+            )
         return found
 
     def meant(self, selector: Selector) -> Stem | None:

@@ -56,6 +56,7 @@ def merged(remote: History, local: History | None) -> History:
     broken = {stem: error for stem, error in {**local.broken, **remote.broken}.items() if stem not in manifests}
     return History(
         run_uuid=remote.run_uuid,
+        where=remote.where,
         manifests=manifests,
         broken=broken,
         closed=remote.closed,
@@ -111,7 +112,8 @@ def nothing_committed(run: RunDirectory, history: History) -> CheckpointNotFound
             hint="see `ckptmgr ls --all` and name one with id:ID",
             empty=False,
         )
-    loose = run.loose_data([*history.manifests, *history.closed])
+    # A kill before the first byte leaves a bare folder on a local disk, which is no data.
+    loose = [data for data in run.loose_data([*history.manifests, *history.closed]) if data.state != "bare"]
     pruned = [stem for stem, record in history.closed.items() if record.closed == "pruned"]
     if loose or pruned:
         what = f"{len(loose)} uncommitted or foreign" if loose else f"{len(pruned)} pruned"

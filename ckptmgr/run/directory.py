@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
@@ -41,14 +41,21 @@ from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 8
+LooseState = Literal["uncommitted", "foreign", "bare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LooseData:
-    """Something under the run that is not a checkpoint: `uncommitted` data of an unfinished save, or `foreign` files."""
+    """Something under the run that is not a checkpoint.
+
+    Attributes:
+        name: in the run directory, or in its `checkpoints`.
+        state: `uncommitted` data of an unfinished save, `foreign` files, or, on a local disk, a `bare` folder without any file.
+        stem: of what is named like a save of ours.
+    """
 
     name: str
-    state: str
+    state: LooseState
     stem: Stem | None = None
 
 
@@ -226,6 +233,7 @@ class RunDirectory:
                 broken[stem] = outcome
         return History(
             run_uuid=self.uuid,
+            where=self.url,
             manifests=found,
             broken=broken,
             closed=closed,
@@ -308,9 +316,12 @@ class RunDirectory:
         named = {str(stem) for stem in known}
         result = []
         for name in self._names(layout.CHECKPOINTS):
-            if name not in named:
-                stem = layout.parse_stem(name.removesuffix(".partial"))
-                result.append(LooseData(name=name, state="foreign" if stem is None else "uncommitted", stem=stem))
+            if name in named:
+                continue
+            stem = layout.parse_stem(name.removesuffix(".partial"))
+            bare = self._is_bare_folder(f"{layout.CHECKPOINTS}/{name}")
+            state: LooseState = "bare" if bare else "foreign" if stem is None else "uncommitted"
+            result.append(LooseData(name=name, state=state, stem=stem))
         ours = {
             layout.RUN_FILE,
             layout.ATTEMPTS,
@@ -323,6 +334,14 @@ class RunDirectory:
         }
         result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
         return result
+
+    def _is_bare_folder(self, key: str) -> bool:
+        """Whether a local disk has nothing there but folders."""
+        top = self.path(key)
+        if not self.fs.capabilities.is_local or not os.path.isdir(top):
+            return False
+        unreadable: list[OSError] = []
+        return not any(names for _, _, names in os.walk(top, onerror=unreadable.append)) and not unreadable
 
     def _names(self, prefix: str) -> list[str]:
         base = self.path(prefix) if prefix else self.root

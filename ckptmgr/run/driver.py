@@ -90,14 +90,17 @@ class StoreDriver:
                 return self._record(operation) if self._record is not None else None
 
     def _create(self, key: str, body: bytes) -> None:
-        """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe."""
+        """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe.
+
+        That write is tried once: a retry without a further look could put a manifest over the closing record of a prune that came between.
+        """
         path = self._run.path(key)
         if self._run.record.create_only:
             self._run.fs.pipe_file(path, body, mode="create")
         elif self._run.read(key) is not None:
             raise ObjectExistsError(f"{path} exists", key=key)
         else:
-            self._run.fs.pipe_file(path, body)
+            self._run.fs.unretried.pipe_file(path, body)
 
     def _put(self, key: str, entry: FileEntry) -> None:
         if self._source is None:

@@ -95,8 +95,9 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     ]
     loose = run.loose_data([*history.manifests, *history.broken, *history.closed])
     rows.extend(
-        Row(id=data.name, state="uncommitted" if data.state == "uncommitted" else "foreign", stem=data.stem)
+        Row(id=data.name, state=data.state, stem=data.stem)
         for data in sorted(loose, key=lambda data: (data.stem is None, data.name))
+        if data.state != "bare"
     )
     return RunOverview(run=run, history=history, rows=tuple(rows))
 
