@@ -60,6 +60,11 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
     def __init__(self, **storage_options: Any) -> None:
         super().__init__(use_listings_cache=False, skip_instance_cache=True, **storage_options)
 
+    @property
+    def unretried(self) -> Backend:
+        """The same store with each request made once: for a caller that must look again before it tries again."""
+        return self
+
     @abstractmethod
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         """Store `value` at `path` in one request, all or nothing; for small objects (manifests, records).

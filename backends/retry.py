@@ -171,5 +171,9 @@ class RetryingBackend(WrappedBackend):
         super().__init__(inner)
         self.retrier = retrier or Retrier()
 
+    @property
+    def unretried(self) -> Backend:
+        return self.inner
+
     def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
         return self.retrier(f"{self.kind} {verb} {path}", call)
