@@ -1,0 +1,271 @@
+"""CheckpointManager: save, restore, begin, list, status, close, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptmgr.core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    ConflictError,
+    IncompatibleStateError,
+    IntegrityError,
+    NotCommittedError,
+)
+from ckptmgr.core.policies import Best, Evaluated, EveryNSteps, StepEnded
+from ckptmgr.core.retention import KeepLast
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.training.manager import CheckpointManager
+
+
+class Toy:
+    """A tiny training: a model, its optimizer, and plain values."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.rand(4, 3)).square().sum().backward()
+        self.optimizer.step()
+
+    def state(self, **values: Any) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "progress": {"seen": 17, **values}}
+
+    def numbers(self) -> list[float]:
+        return [number for parameter in self.model.parameters() for number in parameter.detach().flatten().tolist()]
+
+
+Make = Callable[..., CheckpointManager]
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    """The steps of the manifests in the store, in their order, closed ones not counted."""
+    manifests = [json.loads(path.read_bytes()) for path in sorted((run_dir / "manifests").iterdir())]
+    return [int(manifest["id"].split("-")[1]) for manifest in manifests if "closed" not in manifest]
+
+
+class TestSaveAndRestore:
+    def test_what_was_saved_comes_back_bit_for_bit(self, manager: Make, run_dir: Path) -> None:
+        """Weights, optimizer, plain values and the random states are those of the save; the bytes come from the local tier."""
+        toy = Toy()
+        with manager() as saving:
+            stem = saving.save(10, toy.state(), epoch=0.5, metrics={"eval_loss": 1.5}, reasons=["because"])
+        expected = toy.numbers()
+        draws = torch.rand(3)
+        toy.step()
+
+        other = Toy(seed=1)
+        with manager() as restoring:
+            restored = restoring.restore(other.state())
+        assert restored is not None
+        assert torch.equal(torch.rand(3), draws)
+        assert other.numbers() == expected
+        assert restored.report.values["progress"] == {"seen": 17}
+        assert set(restored.report.restored) == {"model", "optimizer", "progress", "rng"}
+        assert (restored.id, restored.step, restored.epoch, restored.source) == (stem, 10, 0.5, "local")
+        assert restored.metrics == {"eval_loss": 1.5}
+        # It trains on as the first one did.
+        torch.manual_seed(3)
+        other.step()
+        with manager() as again:
+            toy_again = Toy(seed=2)
+            again.restore(toy_again.state())
+        torch.manual_seed(3)
+        toy_again.step()
+        assert toy_again.numbers() == other.numbers()
+        assert not (Path(again.local_dir) / "resumed").exists()
+
+    def test_another_machine_restores_from_the_store(self, manager: Make, tmp_path: Path) -> None:
+        """Nothing is left but the store."""
+        toy = Toy()
+        with manager() as saving:
+            saving.save(10, toy.state())
+        shutil.rmtree(tmp_path / "disk")
+        other = Toy(seed=1)
+        with manager() as restoring:
+            restored = restoring.restore(other.state())
+        assert restored is not None
+        assert restored.source == "remote"
+        assert other.numbers() == toy.numbers()
+
+    def test_a_run_without_data_restores_nothing(self, manager: Make) -> None:
+        """None, not an error, and the state is untouched."""
+        toy = Toy()
+        before = toy.numbers()
+        with manager() as fresh:
+            assert fresh.restore(toy.state()) is None
+            assert fresh.resume_path() is None
+            assert toy.numbers() == before
+            assert fresh.save(1, toy.state()) is not None
+
+    def test_a_run_with_only_uncommitted_data_is_not_empty(self, manager: Make, run_dir: Path) -> None:
+        """Data without a manifest is no checkpoint, and no start from scratch either, unless asked for."""
+        with manager() as first:
+            first.begin()
+        loose = run_dir / "checkpoints" / "000001-000000000010-000001-0123abcd" / "model.pt"
+        loose.parent.mkdir(parents=True)
+        loose.write_bytes(b"half")
+        with manager() as refused, pytest.raises(NotCommittedError):
+            refused.restore(Toy().state())
+        with manager(on_existing="new-lineage") as allowed:
+            assert allowed.restore(Toy().state()) is None
+            allowed.save(1, Toy().state())
+        assert loose.read_bytes() == b"half"
+        assert steps_in(run_dir) == [1]
+
+    def test_a_damaged_newest_is_passed_over_and_named(self, manager: Make, tmp_path: Path, run_dir: Path) -> None:
+        """Both copies of the newest are damaged: the older one is restored, and `skipped` says why."""
+        toy = Toy()
+        with manager(keep_local=KeepLast(9)) as saving:
+            old = saving.save(10, toy.state())
+            expected = toy.numbers()
+            toy.step()
+            new = saving.save(20, toy.state())
+        for root in (run_dir, tmp_path / "disk"):
+            (path,) = root.glob(f"checkpoints/{new}/model.pt")
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        other = Toy(seed=1)
+        with manager() as restoring:
+            restored = restoring.restore(other.state())
+        assert restored is not None
+        assert (restored.id, [skipped for skipped, _ in restored.skipped]) == (old, [new])
+        assert "model.pt" in restored.skipped[0][1]
+        assert other.numbers() == expected
+        with manager() as explicit, pytest.raises(IntegrityError):
+            explicit.restore(other.state(), "20")
+
+    def test_a_selector_chooses(self, manager: Make) -> None:
+        """A step, the best metric, an id; one that matches nothing is an error."""
+        toy = Toy()
+        with manager(keep_local=KeepLast(9)) as saving:
+            ids = [saving.save(step, toy.state(), metrics={"eval_loss": loss}) for step, loss in ((10, 1.0), (20, 2.0))]
+        for selector, wanted in (
+            ("latest", ids[1]),
+            ("10", ids[0]),
+            ("best:eval_loss", ids[0]),
+            (f"id:{ids[1]}", ids[1]),
+        ):
+            with manager() as restoring:
+                restored = restoring.restore(toy.state(), selector)
+                assert restored is not None
+                assert restored.id == wanted
+        with manager() as restoring:
+            with pytest.raises(CheckpointNotFoundError):
+                restoring.restore(toy.state(), "15")
+            with pytest.raises(ConfigError):
+                restoring.restore(toy.state(), "newest please")
+
+    def test_a_checkpoint_that_lacks_a_piece_is_refused_unless_asked(self, manager: Make) -> None:
+        """Strict by default; else the missing piece is reported."""
+        toy = Toy()
+        with manager() as saving:
+            saving.save(10, {"model": toy.model})
+        with manager() as restoring:
+            with pytest.raises(IncompatibleStateError):
+                restoring.restore(toy.state())
+            restored = restoring.restore(toy.state(), strict=False)
+        assert restored is not None
+        assert set(restored.report.missing) == {"optimizer", "progress"}
+
+    def test_a_save_takes_a_copy(self, manager: Make) -> None:
+        """What training does to the tensors afterwards is not in the checkpoint."""
+        toy = Toy()
+        expected = toy.numbers()
+        with manager() as saving:
+            saving.save(10, toy.state())
+            with torch.no_grad():
+                for parameter in toy.model.parameters():
+                    parameter.zero_()
+        with manager() as restoring:
+            restoring.restore(toy.state())
+        assert toy.numbers() == expected
+
+    def test_a_failed_save_leaves_nothing(self, manager: Make, tmp_path: Path, run_dir: Path) -> None:
+        """A state that cannot be saved is refused by name; the next save is as if it had not been."""
+        toy = Toy()
+        with manager() as saving:
+            first = saving.save(10, toy.state())
+            with pytest.raises(ConfigError, match="progress"):
+                saving.save(20, toy.state(bad=object()))
+            second = saving.save(30, toy.state())
+        assert steps_in(run_dir) == [10, 30]
+        names = {path.name for path in (tmp_path / "disk/checkpoints").iterdir()}
+        assert names <= {first, second}
+
+
+class TestLookingAndEnding:
+    def test_list_is_the_lineage_oldest_first(self, manager: Make) -> None:
+        """Manifests with their facts."""
+        with manager() as saving:
+            assert saving.list() == []
+            saving.save(10, Toy().state(), reasons=["a"])
+            saving.save(20, Toy().state(), metrics={"eval_loss": 0.5}, metric_modes={"eval_loss": "min"})
+        found = manager().list()
+        assert [(m.step, m.reasons, dict(m.metrics)) for m in found] == [
+            (10, ("a",), {}),
+            (20, ("requested",), {"eval_loss": 0.5}),
+        ]
+        assert dict(found[1].metric_modes) == {"eval_loss": "min"}
+        assert found[1].producer["torch"] == str(torch.__version__)
+
+    def test_status_before_during_and_after(self, manager: Make, run_dir: Path, tmp_path: Path) -> None:
+        """The run, the attempt, and what was committed."""
+        saving = manager()
+        before = saving.status()
+        assert (before.attempt, before.superseded, before.uploads.pending) == (None, False, ())
+        assert before.run == RunDirectory.open_or_create(str(run_dir)).url
+        assert before.local_dir == str(tmp_path / "disk")
+        saving.save(10, Toy().state())
+        report = saving.close()
+        assert (report.pending, report.errors) == ((), ())
+        after = saving.status()
+        assert (after.attempt, after.uploads.pending, after.uploads.committed) == (1, (), 1)
+        assert (after.uploads.failures, after.uploads.last_error) == (0, "")
+
+    def test_close_is_final_and_may_be_repeated(self, manager: Make) -> None:
+        """A closed manager saves no more."""
+        saving = manager()
+        saving.save(10, Toy().state())
+        assert saving.close() == saving.close()
+        with pytest.raises(ConflictError, match="closed"):
+            saving.save(20, Toy().state())
+
+    def test_the_context_closes_also_after_an_exception(self, manager: Make, run_dir: Path) -> None:
+        """What was saved before the crash is uploaded."""
+
+        def train() -> float:
+            with manager() as saving:
+                saving.save(10, Toy().state())
+                return 1 / 0
+
+        with pytest.raises(ZeroDivisionError):
+            train()
+        assert steps_in(run_dir) == [10]
+
+    def test_the_policy_of_a_plain_loop_remembers_over_a_restart(self, manager: Make) -> None:
+        """The best of before the restart still counts."""
+        policy = EveryNSteps(10) | Best("eval_loss", mode="min")
+        with manager(save=policy) as first:
+            assert first.should_save(StepEnded(step=7)) == ()
+            assert first.should_save(Evaluated(step=10, metrics={"eval_loss": 1.0})) == ("best:eval_loss",)
+            assert first.should_save(StepEnded(step=10)) == ("every_n_steps:10",)
+            first.save(10, Toy().state())
+        with manager(save=policy) as second:
+            restored = second.restore(Toy().state())
+            assert restored is not None
+            assert "best:eval_loss" not in second.should_save(Evaluated(step=20, metrics={"eval_loss": 2.0}))
+            assert second.should_save(Evaluated(step=30, metrics={"eval_loss": 0.5})) == ("best:eval_loss",)
+        assert manager().should_save(StepEnded(step=10)) == ()
