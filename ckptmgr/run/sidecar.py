@@ -57,9 +57,11 @@ def read_sidecar(directory: Path) -> Sidecar:
         ) from exc
     try:
         document = json.loads(data)
-        how = document.pop(_HOW, "auto")
-    except (ValueError, AttributeError) as exc:
+    except ValueError as exc:
         raise ManifestError(f"{path} is not JSON", hint="run `ckptmgr resume` again") from exc
+    if not isinstance(document, dict):
+        raise ManifestError(f"{path} is not a manifest", hint="run `ckptmgr resume` again")
+    how = document.pop(_HOW, "auto")
     manifest = decode_manifest(canonical_json(document), where=str(path))
     if not isinstance(manifest, Manifest):
         raise ManifestError(f"{path} is a closing record, not a manifest", hint="run `ckptmgr resume` again")
