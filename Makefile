@@ -7,17 +7,21 @@
 #   PIP_ARGS     more for `pip install`; a package index with CPU builds of torch saves some GB on Linux:
 #                                                             make demo PIP_ARGS='--extra-index-url URL'
 #   STORE        where the demo keeps its checkpoints         make demo STORE=s3://bucket/prefix
+#   JOBS         processes that the tests run in (2)           make test JOBS=1
 #   PYTEST_ARGS  more for pytest                              make test PYTEST_ARGS='tests/core -x'
 #   VENV         the environment's directory (.venv)
 
 PYTHON ?= python3
 PIP_ARGS ?=
 STORE ?=
+JOBS ?= 2
 PYTEST_ARGS ?=
 VENV ?= .venv
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Each process starts test stores of its own; the tests of a class or module stay in one.
+PYTEST := -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadscope) $(PYTEST_ARGS)
 FORMATTED := ckptmgr callbacks backends tests bench .ci
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -57,7 +61,7 @@ demo: $(STAMP)
 	$(BIN)/ckptmgr demo $(if $(STORE),--store '$(STORE)')
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST)
 
 # --- what CI runs ------------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ layers: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/coverage run $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
