@@ -67,9 +67,6 @@ class _Conversion:
             return () if param.multiple or param.nargs == -1 else None
         kind = param.type_descriptor.annotation
         convert = _SIMPLE.get(kind)
-        if kind is Path and value == "":
-            # Often an unset variable of a script; as a path it would be the working directory.
-            raise typer.BadParameter("it must not be empty", ctx=ctx, param=param)
         if convert is not None and isinstance(value, str):
             try:
                 return convert(value)

@@ -70,6 +70,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"ckptmgr {__version__}")
         return 0
     try:
+        _refuse_empty(words)
         code = app(
             args=words, prog_name="ckptmgr", standalone_mode=False, obj=moving.Invocation(command, verbose=verbose)
         )
@@ -98,6 +99,16 @@ def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
         return words, None
     at = words.index("--")
     return words[:at], words[at + 1 :]
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Raise ConfigError if a word or the value of an option is empty: a variable that is not set, and as a path the working directory."""
+    for at, word in enumerate(words, start=1):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            from ckptmgr.core.errors import ConfigError
+
+            what = f"the value of {word[:-1]}" if word else f"argument {at} of `ckptmgr {words[0]}`"
+            raise ConfigError(f"{what} must not be empty", hint="is a variable of the script unset?")
 
 
 def _log_to_stderr(*, verbose: bool) -> None:

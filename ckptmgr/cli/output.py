@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -71,6 +72,20 @@ def one_line(text: str) -> str:
     """`text` on one line and without control characters: what a store answered must not drive the terminal."""
     joined = re.sub(r"\s*[\r\n]+\s*", " ", text.strip())
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in joined)
+
+
+@contextlib.contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """For the length of a `with` block, what this process and its children write on stdout goes to stderr: stdout is the document's."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager

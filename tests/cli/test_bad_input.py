@@ -76,8 +76,9 @@ def every_command(url: str, directory: Path) -> list[list[str]]:
         (["push", "a", "b", "--step", "x"], "--step"),
         (["prune", "a", "--keep-last", "many"], "--keep-last"),
         (["verify", "a", "--quick", "--sample", "5%"], "exclude"),
-        (["push", "", "b"], "DIR"),
-        (["resume", "a", "--to", ""], "--to"),
+        (["push", "", "b"], "must not be empty"),
+        (["resume", "a", "--to", ""], "must not be empty"),
+        (["resume", "a", "--to="], "the value of --to must not be empty"),
     ],
 )
 def test_wrong_usage(cli_here: Cli, words: list[str], says: str) -> None:
