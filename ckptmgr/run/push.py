@@ -35,7 +35,7 @@ class Pushed:
 def journal_root(run_url: str) -> Path:
     """Where pushes to a run keep their journal when no local tier is given: the user's state directory."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", run_url.rsplit("/", 1)[-1])[:40]
-    return state_dir() / "push" / f"{name}-{sha256(run_url.encode()).hexdigest()[:16]}"
+    return state_dir() / "push" / f"{name}-{sha256(run_url.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
 def step_of(directory: Path, given: int | None) -> int:
