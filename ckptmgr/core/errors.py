@@ -5,7 +5,7 @@
     │  └─ MissingExtraError (ImportError)                                   2
     ├─ ConflictError                                                        7 would mix or overwrite; nothing was changed
     ├─ ManifestError ── ManifestVersionError                                5 damaged / made by a newer ckptmgr
-    ├─ IntegrityError ── ChecksumMismatchError · SizeMismatchError · MissingObjectError · SourceChangedError     5
+    ├─ IntegrityError ── ChecksumMismatchError · SizeMismatchError · SourceChangedError     5
     ├─ CheckpointError
     │  ├─ CheckpointNotFoundError (FileNotFoundError)                       3
     │  ├─ CheckpointExistsError (FileExistsError)                           7
@@ -15,7 +15,7 @@
     │  └─ PermanentBackendError
     │     ├─ ObjectNotFoundError (FileNotFoundError) · ObjectExistsError (FileExistsError)
     │     └─ AccessDeniedError (PermissionError) · BucketNotFoundError · DiskFullError
-    ├─ UploadError ── UploadPendingError                                    6 uploads still pending
+    ├─ UploadError                                                          6 uploads still pending
     └─ ResumeError ── IncompatibleStateError                                5
 
 Exit codes are those of the interface people script against; the command line maps an error to its class's `exit_code` and
@@ -107,10 +107,6 @@ class SizeMismatchError(IntegrityError):
     """A size in bytes differs from the one recorded; `expected` and `actual` hold both."""
 
 
-class MissingObjectError(IntegrityError):
-    """An object that a manifest names is not there; `key` names it."""
-
-
 class SourceChangedError(IntegrityError):
     """A local file changed, shrank or vanished between being described and being uploaded (I10); `path` names it."""
 
@@ -192,10 +188,6 @@ class UploadError(CkptmgrError):
     """A checkpoint did not become durable."""
 
     exit_code = 6
-
-
-class UploadPendingError(UploadError):
-    """Uploads are left pending; `stems` names them. They stay in the local tier."""
 
 
 class ResumeError(CkptmgrError):

@@ -90,7 +90,7 @@ class _Story:
         self._title(
             f"2. The same run, saving every {_SAVE_EVERY} steps; SIGKILL in the middle of an upload, as when a machine is lost"
         )
-        stem = self._train_and_kill()
+        self._train_and_kill()
         self._ckptmgr("ls", self._run)
 
         self._title("3. Another machine: nothing is left but the store")
@@ -101,7 +101,7 @@ class _Story:
         self._ckptmgr("resume", self._run, "--to", str(self._work / "checkpoint"), "--", *script)
 
         self._title("4. Are they equal?")
-        self._compare(whole, _Report.read(self._work / "resumed.json"), stem)
+        self._compare(whole, _Report.read(self._work / "resumed.json"))
 
         self._title("5. What the store holds, and what pruning would do")
         self._ckptmgr("ls", self._run)
@@ -109,8 +109,8 @@ class _Story:
 
     # --- acts -------------------------------------------------------------------------------------------------------------
 
-    def _train_and_kill(self) -> Stem:
-        """Train in a session of its own, and kill all of it once the third save is partly in the store; returns that save."""
+    def _train_and_kill(self) -> None:
+        """Train in a session of its own, and kill all of it once the third save is partly in the store."""
         command = self._train(
             "killed.json", "--run", self._run, "--local-dir", str(self._work / "machine-1"), "--slow", str(_SLOW_S)
         )
@@ -127,7 +127,6 @@ class _Story:
         self._say(
             f"  killed while step {stem.step} was being uploaded: {arrived} of its files had arrived, its manifest had not"
         )
-        return stem
 
     def _wait_for_half_an_upload(self, process: subprocess.Popen[bytes]) -> tuple[Stem, int]:
         """Watch the store until the save to be hit has some of its files there and no manifest."""
@@ -153,7 +152,7 @@ class _Story:
         except CheckpointNotFoundError:
             return None
 
-    def _compare(self, whole: _Report, resumed: _Report, killed: Stem) -> None:
+    def _compare(self, whole: _Report, resumed: _Report) -> None:
         different = [key for key in whole.losses if whole.losses[key] != resumed.losses.get(key)]
         self._say(f"  the resumed process ran {resumed.steps_run} of {whole.steps_run} steps")
         self._say(f"  losses:  {len(whole.losses) - len(different)} of {len(whole.losses)} equal to the last bit")

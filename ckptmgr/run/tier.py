@@ -14,15 +14,13 @@ from ckptmgr.backends.atomic import (
     digest_file,
     find_temps,
     fsync_dir,
-    fsync_file,
-    link_or_copy,
     make_dirs_durable,
     write_atomic,
 )
 from ckptmgr.backends.local import LocalBackend
 from ckptmgr.backends.oserrors import os_errors, translate_os_error
 from ckptmgr.core import layout
-from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError, ManifestError, SourceChangedError
+from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError, ManifestError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
@@ -276,21 +274,3 @@ def _storable_name(name: str, directory: Path) -> str:
         raise ConfigError(
             f"{directory} holds a file with the name {name!r}, which no store is given", hint="rename it"
         ) from exc
-
-
-def take_in(source: Path, entries: Sequence[FileEntry], prepared: Path, *, final: bool) -> None:
-    """Bring the files of a directory that somebody else wrote into `prepared`.
-
-    Args:
-        final: nobody writes these files in place any more, so hard links are safe; else they are copied.
-    """
-    for entry in entries:
-        target = prepared / entry.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if final:
-            link_or_copy(source / entry.path, target)
-        else:
-            shutil.copyfile(source / entry.path, target)
-            fsync_file(target)
-            if digest_file(target).blake3 != entry.blake3:
-                raise SourceChangedError(f"{source / entry.path} changed while it was copied", path=entry.path)
