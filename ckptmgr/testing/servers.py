@@ -348,11 +348,16 @@ class WeedServer(StoreServer):
 _SERVERS: dict[str, type[StoreServer]] = {"moto": MotoServer, "weed": WeedServer, "oss": OssServer}
 
 
-def _wait_for_the_end() -> None:
-    """Block until SIGTERM, SIGINT, the end of standard input, or the death of the parent process."""
+def _end_at_signals() -> threading.Event:
+    """What SIGTERM and SIGINT set, from now on."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
+    return ended
+
+
+def _wait_for_the_end(ended: threading.Event) -> None:
+    """Block until `ended` is set, standard input ends, or the parent process dies."""
     parent = os.getppid()
 
     def read_to_the_end() -> None:
@@ -380,8 +385,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _SERVERS[options.kind](port=options.port) as server:
         for bucket in options.bucket:
             server.create_bucket(bucket)
+        # Whoever reads the line may send the signal at once.
+        ended = _end_at_signals()
         print(json.dumps({"url": server.url, "env": server.env, "pid": os.getpid()}), flush=True)
-        _wait_for_the_end()
+        _wait_for_the_end(ended)
     return 0
 
 
