@@ -7,16 +7,21 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from ckptmgr.backends.registry import open_store
+from ckptmgr.backends.wrap import WrappedBackend
 from ckptmgr.core.layout import Stem, upload_key
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.push import journal_root
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing.faulty import FaultyBackend, StoreFault, transient
 from ckptmgr.testing.stores import Store
+from ckptmgr.transfer.drain import drain
 
+T = TypeVar("T")
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Kill = Callable[..., bool]
 Ask = Callable[..., Any]
@@ -176,3 +181,29 @@ def test_an_unconfirmed_object_that_is_not_right_is_sent_again(
     assert not kill("drain", url=url, tier=str(tier.root))
     assert any_store.get(f"run/checkpoints/{stem}/model.safetensors") == FILES["model.safetensors"]
     assert ask("verify", url) == {"checked": 1, "damaged": []}
+
+
+class WithoutChecksums(WrappedBackend):
+    """A store that keeps no checksum that could be asked for."""
+
+    def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        return call()
+
+    def stored_crc(self, path: str) -> None:
+        return None
+
+
+def test_where_the_store_keeps_no_checksum_the_journal_is_enough(
+    make_store: Callable[[str], Store], new_tier: Callable[[RunDirectory], LocalTier], local_save: Callable[..., Stem]
+) -> None:
+    """It cannot vouch for an object, but the journal says that it was confirmed: that one is not sent again."""
+    fs, root = open_store(f"{make_store('oss').url}/run")
+    faulty = FaultyBackend(WithoutChecksums(fs))
+    run = RunDirectory.open_or_create(f"oss://{root}", fs=faulty, root=root)
+    tier = new_tier(run)
+    stem = local_save(tier, run, 100, FILES)
+    faulty.add(StoreFault(verb="put_file", skip=2, error=transient))
+    assert drain(tier, run).pending == (stem,)
+    assert drain(tier, run).committed == (stem,)
+    sent = [call.path.rsplit("/", 1)[1] for call in faulty.calls("put_file")]
+    assert sent == ["model.safetensors", "optimizer.pt", "state.json", "state.json"]
