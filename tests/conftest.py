@@ -66,7 +66,24 @@ def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def moto_server(_no_real_cloud: None) -> Iterator[MotoServer]:
+def _s3_models_parsed_once() -> Iterator[None]:
+    """Without this botocore reads its models anew for each client, which takes longer than all requests of most tests."""
+    from botocore.loaders import JSONFileLoader
+
+    read, known = JSONFileLoader.load_file, dict[str, object]()
+
+    def load_file(loader: object, path: str) -> object:
+        if path not in known:
+            known[path] = read(loader, path)
+        return known[path]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", load_file)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto_server(_no_real_cloud: None, _s3_models_parsed_once: None) -> Iterator[MotoServer]:
     """S3 by moto, with faults and a log."""
     from ckptmgr.testing.servers import MotoServer
 
@@ -88,7 +105,7 @@ def oss_server(_no_real_cloud: None) -> Iterator[OssServer]:
 
 
 @pytest.fixture(scope="session")
-def weed_server(_no_real_cloud: None) -> Iterator[WeedServer]:
+def weed_server(_no_real_cloud: None, _s3_models_parsed_once: None) -> Iterator[WeedServer]:
     """SeaweedFS, a real S3 that checks signatures, checksums and conditional writes."""
     from ckptmgr.testing.servers import WeedServer
 
