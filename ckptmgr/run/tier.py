@@ -142,7 +142,8 @@ class LocalTier:
         """Remove what earlier processes left half written; call it when no save is under way. Returns the names removed."""
         removed = []
         for temp in [Path(temp) for temp in find_temps(self.root)]:
-            if _is_abandoned(temp):
+            # Another process may be draining the tier just now.
+            if _is_gone(temp.name.removeprefix(TEMP_PREFIX).partition("-")[0]):
                 temp.unlink(missing_ok=True)
                 removed.append(temp.relative_to(self.root).as_posix())
         committed = {str(stem) for stem in self.run.stems()}
@@ -156,6 +157,16 @@ class LocalTier:
             if str(entry.stem) not in committed and entry.source is None:
                 self.journal.forget(entry.stem)
         return removed
+
+    def resume_folder(self) -> Path:
+        """Where this process restores checkpoints to: a folder of its own, not made yet, for another one may be loading from its own.
+        Those of dead processes are removed."""
+        folders = self.root / RESUMED
+        with contextlib.suppress(FileNotFoundError):
+            for path in folders.iterdir():
+                if _is_gone(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return folders / str(os.getpid())
 
     def note_attempt(self, record: AttemptRecord) -> None:
         """Keep a copy of an attempt claimed in the store, so that the tier alone knows the lineage too."""
@@ -205,11 +216,11 @@ class LocalTier:
         self.journal.forget(stem)
 
 
-def _is_abandoned(temp: Path) -> bool:
-    """Whether the process that was writing this temporary file is gone; another one may be draining the tier just now."""
-    pid = temp.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+def _is_gone(pid: str) -> bool:
+    """Whether the process that left something under its number is gone. Our own number is that of an earlier life, too: in a container
+    each life has the same one."""
     if not pid.isdecimal() or int(pid) == os.getpid():
-        return True  # ours from an earlier life: in a container, each life has the same number
+        return True
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:

@@ -28,7 +28,7 @@ from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
-from ckptmgr.run.tier import RESUMED, LocalTier
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.training import state as training_state
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.session import Parent, Retention, Session, begin_session, parent_of
@@ -94,7 +94,7 @@ class CheckpointManager:
         keep: what retention keeps in the store, applied after each commit; None keeps everything.
         keep_local: what to keep of uploaded checkpoints in the local tier.
         on_existing: what a start without restore does on a run that has commits: `refuse` (ConflictError), or `new-lineage`.
-        close_timeout_s: how long `close` waits for uploads.
+        close_timeout_s: how long `close` waits for uploads; so does the end of a program that does not call it.
         retry: how patient an upload is with the store.
         wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults.
     """
@@ -181,7 +181,7 @@ class CheckpointManager:
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
 
-        The directory stays until the next process of this run asks for one.
+        The directory stays until this process asks again, or another one does after its end.
         """
         resumed = self._fetch(selector)
         return None if resumed is None else resumed.path
@@ -194,10 +194,8 @@ class CheckpointManager:
             )
         chosen = parse_selector(selector)
         run, tier = self._open()
-        folder = tier.root / RESUMED
-        shutil.rmtree(folder, ignore_errors=True)
         try:
-            resumed = resume(run, chosen, under=folder, tier=tier)
+            resumed = resume(run, chosen, under=tier.resume_folder(), tier=tier)
         except CheckpointNotFoundError as exc:
             if not getattr(exc, "empty", False):
                 raise
@@ -236,6 +234,7 @@ class CheckpointManager:
             new_lineage=self._on_existing == "new-lineage",
             retention=self._retention,
             stop=self._stop,
+            exit_timeout_s=self._close_timeout_s,
         )
 
     def should_save(self, moment: Moment) -> tuple[str, ...]:

@@ -81,11 +81,12 @@ class Session:
         parent: Parent,
         retention: Retention,
         stop: threading.Event,
+        exit_timeout_s: float,
     ) -> None:
         self.run = run
         self.tier = tier
         self.attempt = attempt
-        self.uploader = Uploader(tier, run, stop=stop, committed=self._after_commit)
+        self.uploader = Uploader(tier, run, stop=stop, committed=self._after_commit, exit_timeout_s=exit_timeout_s)
         self._seq = seq
         self._parent = parent
         self._retention = retention
@@ -161,11 +162,13 @@ def begin_session(
     new_lineage: bool,
     retention: Retention,
     stop: threading.Event,
+    exit_timeout_s: float,
 ) -> Session:
     """Look, refuse what would go wrong, claim an attempt, tidy the tier, and begin to drain it.
 
     Args:
         new_lineage: begin one of its own over existing commits instead of refusing (I12).
+        exit_timeout_s: how long a program that ends without `close` waits for uploads.
 
     Raises:
         ConflictError: the run has commits and nothing of it was restored, or the tier is in use or another run's; nothing was changed.
@@ -187,7 +190,16 @@ def begin_session(
         raise
     logger.info("attempt %d of %s begins (%s)", record.number, run.url, parent)
     seq = next_seq([*history.manifests, *history.broken, *history.closed], record.number)
-    session = Session(run, tier, attempt=record.number, seq=seq, parent=parent, retention=retention, stop=stop)
+    session = Session(
+        run,
+        tier,
+        attempt=record.number,
+        seq=seq,
+        parent=parent,
+        retention=retention,
+        stop=stop,
+        exit_timeout_s=exit_timeout_s,
+    )
     session.uploader.notify()
     return session
 

@@ -7,6 +7,7 @@ a drain, goes on from the journal. Failures never reach training (I9): they are 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.drain import Outcome, upload_one
+from ckptmgr.transfer.ending import call_at_end
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -52,7 +54,8 @@ class Uploader:
     """Uploads what is pending in `tier` whenever `notify` says that something is.
 
     The thread starts with the first `notify`, so a process that only reads starts none, and is not a daemon: a main program that ends
-    without `close()` has its queue drained, not cut off. It takes no collective, holds no lock across a fork, and a forked child never owns it.
+    without `close()` has its queue drained, not cut off. It takes no collective, holds no lock across a fork, and a forked child never owns it:
+    there, nothing is uploaded.
 
     Args:
         tier: the local tier; also read by others, written by this process.
@@ -60,6 +63,7 @@ class Uploader:
         stop: the event given to the backend's retries; set when `close` runs out of time.
         committed: called in the uploader's thread after each commit (retention); its errors are logged and kept, and stop nothing.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
+        exit_timeout_s: as for `close`, when the program ends without it.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Uploader:
         stop: threading.Event,
         committed: Callable[[Stem], None] = lambda stem: None,
         pause_s: float = 30.0,
+        exit_timeout_s: float | None = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
@@ -77,6 +82,8 @@ class Uploader:
         self._stop = stop
         self._committed = committed
         self._pause_s = pause_s
+        self._exit_timeout_s = exit_timeout_s
+        self._owner = os.getpid()
         self._clock = clock
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -92,6 +99,8 @@ class Uploader:
 
     def notify(self) -> None:
         """Something may be pending. Returns at once; starts the thread if need be."""
+        if os.getpid() != self._owner:
+            return
         with self._changed:
             if self._closing:
                 return
@@ -99,6 +108,7 @@ class Uploader:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
                 self._thread.start()
+                call_at_end(self._end)
             self._changed.notify_all()
 
     def poll_errors(self) -> list[CkptmgrError]:
@@ -127,6 +137,11 @@ class Uploader:
         Returns:
             What is left, newest first; it stays pending in the local tier. Safe to call twice.
         """
+        if os.getpid() == self._owner:
+            self._finish(timeout_s)
+        return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
+
+    def _finish(self, timeout_s: float | None) -> None:
         with self._changed:
             self._closing = True
             self._retry_at = None
@@ -141,7 +156,15 @@ class Uploader:
                 if thread.is_alive():
                     self._stop.set()
                     thread.join(_LAST_REQUEST_S)
-        return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
+
+    def _end(self) -> None:
+        """The program is over, and nobody has called `close`."""
+        if self._closing or os.getpid() != self._owner:
+            return
+        left = self.close(self._exit_timeout_s)
+        if left:
+            names = ", ".join(map(str, left))
+            logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self._run.url, names, self._tier.root)
 
     # --- the thread -------------------------------------------------------------------------------------------------------
 
