@@ -117,6 +117,7 @@ class CheckpointManager:
         self.url = normalize_url(url)
         name = self.url.rsplit("/", 1)[-1]
         self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
+        self._refuse_one_place()
         self.save_policy = save
         self._retention = Retention(store=keep, local=keep_local)
         self._on_existing = on_existing
@@ -150,6 +151,7 @@ class CheckpointManager:
         if resumed is None:
             return None
         report = self._load(resumed.directory, state, strict=strict)
+        self._parent = _parent(resumed)
         shutil.rmtree(resumed.directory.parent, ignore_errors=True)
         logger.info(
             "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
@@ -184,7 +186,10 @@ class CheckpointManager:
         The directory stays until this process asks again, or another one does after its end.
         """
         resumed = self._fetch(selector)
-        return None if resumed is None else resumed.path
+        if resumed is None:
+            return None
+        self._parent = _parent(resumed)
+        return resumed.path
 
     def _fetch(self, selector: str) -> Resumed | None:
         if self._session is not None:
@@ -193,6 +198,8 @@ class CheckpointManager:
                 hint="restore before the first save or train()",
             )
         chosen = parse_selector(selector)
+        # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
+        self._parent = Parent()
         run, tier = self._open()
         try:
             resumed = resume(run, chosen, under=tier.resume_folder(), tier=tier)
@@ -206,7 +213,6 @@ class CheckpointManager:
                 raise
             logger.warning("%s: starting a new lineage", exc)
             return None
-        self._parent = Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)
         return resumed
 
     # --- saving -----------------------------------------------------------------------------------------------------------
@@ -377,5 +383,20 @@ class CheckpointManager:
                 hint="give another local directory, or the URL of that run; nothing was changed",
             ) from exc
 
+    def _refuse_one_place(self) -> None:
+        """Raise ConfigError if the run lies in the local directory, or around it: what retention removes from one would be gone from both."""
+        if not self.url.startswith("file://"):
+            return
+        store, local = (Path(os.path.realpath(path)) for path in (self.url.removeprefix("file://"), self.local_dir))
+        if store == local or store in local.parents or local in store.parents:
+            raise ConfigError(
+                f"the local directory {local} and the run {store} are not apart",
+                hint="give local_dir another place, on a local disk",
+            )
+
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
+
+
+def _parent(resumed: Resumed) -> Parent:
+    return Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)

@@ -21,6 +21,9 @@ from ckptmgr.run.tier import LocalTier
 logger = logging.getLogger(__name__)
 
 
+#: How many saves may be refused before the others are not tried: one may be a file's own trouble, two are the store's.
+REFUSALS = 2
+
 Outcome = Literal["committed", "dropped", "done", "busy"]
 
 
@@ -78,23 +81,24 @@ def upload_one(
 
 
 def drain(tier: LocalTier, run: RunDirectory) -> Drained:
-    """Upload everything pending in `tier` for `run`, newest first; a failure of one does not stop the others, except one that concerns all:
-    refused credentials, a missing bucket."""
+    """Upload everything pending in `tier` for `run`, newest first. A failure of one does not stop the others, unless two are refused: then it
+    is the store that refuses, for wrong credentials or a missing bucket."""
     committed: list[Stem] = []
     pending: list[Stem] = []
     errors: dict[Stem, CkptmgrError] = {}
-    refused: PermanentBackendError | None = None
+    refused: list[PermanentBackendError] = []
     for manifest, entry in tier.pending(run.url):
         outcome: Outcome = "busy"
-        if refused is not None:
-            errors[manifest.stem] = refused
+        if len(refused) == REFUSALS:
+            errors[manifest.stem] = refused[-1]
         else:
             try:
                 outcome = upload_one(tier, run, manifest, entry)
             except CkptmgrError as exc:
                 logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, run.url, exc)
                 errors[manifest.stem] = exc
-                refused = exc if isinstance(exc, PermanentBackendError) else None
+                if isinstance(exc, PermanentBackendError):
+                    refused.append(exc)
         if outcome == "committed":
             committed.append(manifest.stem)
         elif outcome == "busy":

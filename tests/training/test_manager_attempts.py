@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptmgr.core.errors import ConfigError, ConflictError
+from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
@@ -131,6 +131,24 @@ class TestBegin:
                 saving.restore(STATE)
             with pytest.raises(ConflictError):
                 saving.resume_path()
+
+    def test_a_failed_restore_does_not_count(self, manager: Make, run_dir: Path) -> None:
+        """I12: the checkpoint did not fit; a program that goes on regardless starts from scratch, which is refused."""
+        with manager() as first:
+            first.save(10, STATE)
+        with manager() as second:
+            with pytest.raises(IncompatibleStateError):
+                second.restore({"another": {}})
+            with pytest.raises(ConflictError, match="restored none"):
+                second.save(11, STATE)
+        assert steps_in(run_dir) == [10]
+
+    @pytest.mark.parametrize("local", [".", "inside", ".."])
+    def test_the_local_directory_is_not_the_run(self, run_dir: Path, local: str) -> None:
+        """Retention of the one would empty the other."""
+        with pytest.raises(ConfigError, match="not apart"):
+            CheckpointManager(run_dir, local_dir=run_dir / local)
+        assert not run_dir.exists()
 
     def test_two_managers_on_one_tier(self, manager: Make) -> None:
         """The second one is refused while the first one lives, and goes on from it afterwards."""
