@@ -4,7 +4,7 @@ and (later) a process of its own all host."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,8 @@ from ckptmgr.run.tier import LocalTier
 logger = logging.getLogger(__name__)
 
 
-#: How many saves may be refused before the others are not tried: one may be a file's own trouble, two are the store's.
+#: How many saves may be refused before the others are not tried: wrong credentials or a missing bucket concern every upload, an unreadable
+#: file only its own.
 REFUSALS = 2
 
 Outcome = Literal["committed", "dropped", "done", "busy"]
@@ -80,6 +81,13 @@ def upload_one(
     return "dropped"
 
 
+def in_turn(
+    pending: Iterable[tuple[Manifest, UploadEntry]],
+) -> list[tuple[Manifest, UploadEntry]]:
+    """Newest first, as given, but those that failed before after the others: they must not keep any other from going up."""
+    return sorted(pending, key=lambda waiting: waiting[1].state == "failed")
+
+
 def drain(tier: LocalTier, run: RunDirectory) -> Drained:
     """Upload everything pending in `tier` for `run`, newest first. A failure of one does not stop the others, unless two are refused: then it
     is the store that refuses, for wrong credentials or a missing bucket."""
@@ -87,7 +95,7 @@ def drain(tier: LocalTier, run: RunDirectory) -> Drained:
     pending: list[Stem] = []
     errors: dict[Stem, CkptmgrError] = {}
     refused: list[PermanentBackendError] = []
-    for manifest, entry in tier.pending(run.url):
+    for manifest, entry in in_turn(tier.pending(run.url)):
         outcome: Outcome = "busy"
         if len(refused) == REFUSALS:
             errors[manifest.stem] = refused[-1]

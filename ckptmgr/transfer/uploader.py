@@ -19,7 +19,7 @@ from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.drain import REFUSALS, Outcome, upload_one
+from ckptmgr.transfer.drain import REFUSALS, Outcome, in_turn, upload_one
 from ckptmgr.transfer.ending import call_at_end
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,6 @@ class Uploader:
         self._work = False
         self._closing = False
         self._retry_at: float | None = None
-        self._refused: set[Stem] = set()
         self._errors: list[CkptmgrError] = []
         self._uploading: Stem | None = None
         self._sent = 0
@@ -197,17 +196,12 @@ class Uploader:
                 self._changed.wait(_IDLE_S)
 
     def _round(self) -> None:
-        """Upload everything pending, newest first; what fails waits for the next round.
-
-        A refusal ends the round if a second save meets one as well: wrong credentials or a missing bucket concern every upload, an unreadable
-        file only its own. What was refused goes last in later rounds, so that it keeps nothing else from going up.
-        """
+        """Upload everything pending; what fails waits for the next round."""
         tried: set[Stem] = set()
         refusals = 0
         while not self._stop.is_set():
             # Looked up again each time: a newer save goes first.
-            queue = [(m, e) for m, e in self._tier.pending(self._run.url) if m.stem not in tried]
-            queue.sort(key=lambda waiting: waiting[0].stem in self._refused)
+            queue = [(m, e) for m, e in in_turn(self._tier.pending(self._run.url)) if m.stem not in tried]
             if not queue or refusals == REFUSALS:
                 return
             manifest, entry = queue[0]
@@ -220,7 +214,6 @@ class Uploader:
                 logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._run.url, exc)
                 if isinstance(exc, PermanentBackendError):
                     refusals += 1
-                    self._refused.add(manifest.stem)
                 continue
             if outcome == "busy":
                 self._again_later()

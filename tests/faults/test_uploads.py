@@ -273,18 +273,17 @@ def test_refused_credentials_do_not_spin(scene: Scene) -> None:
     assert scene.manifests() == [str(stem) for stem in stems]
 
 
-def test_one_refused_save_keeps_nothing_else_from_going_up(local_scene: Scene) -> None:
-    """A file of the newest save cannot be stored, whenever it is tried: the older ones go up, also those saved later."""
-    bad, *_ = stems = [*reversed(local_scene.save(100, 200, 300))]
-    local_scene.faulty.add(StoreFault(verb="put_file", path=f"*/{bad}/*", times=None, error=denied))
-    done = drain(local_scene.tier, local_scene.run)
-    assert (done.committed, done.pending) == (tuple(stems[1:]), (bad,))
-    later = local_scene.save(150, 160)
-    again = local_scene.new_uploader(local_scene.run, pause_s=1000)
-    for _ in range(2):
-        again.notify()
-    assert again.close(DEADLINE_S) == [bad]
-    assert sorted(local_scene.manifests()) == sorted(str(stem) for stem in [*stems[1:], *later])
+def test_refused_saves_keep_nothing_else_from_going_up(local_scene: Scene) -> None:
+    """Files of the two newest saves cannot be stored, whenever they are tried: the others go up, also those saved later."""
+    *good, bad, worse = local_scene.save(100, 200, 300, 400)
+    for stem in (bad, worse):
+        local_scene.faulty.add(StoreFault(verb="put_file", path=f"*/{stem}/*", times=None, error=denied))
+    assert drain(local_scene.tier, local_scene.run).committed == ()
+    assert drain(local_scene.tier, local_scene.run).committed == tuple(reversed(good))
+    good += local_scene.save(150, 160)
+    local_scene.uploader.notify()
+    assert local_scene.uploader.close(DEADLINE_S) == [worse, bad]
+    assert sorted(local_scene.manifests()) == sorted(map(str, good))
 
 
 def test_an_upload_that_failed_is_tried_again_after_the_pause_and_at_the_end(
