@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
     # Before the command exists: a signal that came in between would end this process and leave the command behind.
     heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, forward) for number in heard}
+    previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     try:
         try:
             child = subprocess.Popen(list(command), env={**os.environ, **environment})
@@ -65,11 +67,31 @@ def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
             raise ConfigError(f"cannot run {command[0]!r}: {exc.strerror}", hint="check the command after --") from exc
         for number in early:
             child.send_signal(number)
-        code = child.wait()
+        code = _wait(child)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for `child` with an ear for signals.
+
+    `child.wait()` would be deaf to one that comes in the moment before it blocks: Python's handler runs between two system calls, not in one. Here
+    each signal, SIGCHLD included, leaves a byte that the next `select` finds.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        while (code := child.poll()) is None:
+            select.select([reader], [], [])
+            os.read(reader, 4096)
+        return code
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 def _at_terminal() -> bool:

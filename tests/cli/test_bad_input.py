@@ -243,9 +243,10 @@ def test_metric_without_a_direction(make_store: MakeStore, push_steps: PushSteps
     ],
 )
 def test_push_of_what_cannot_be_pushed(
-    store: Store, cli_here: Cli, tmp_path: Path, make: str, options: list[str], says: str
+    make_store: MakeStore, cli_here: Cli, tmp_path: Path, make: str, options: list[str], says: str
 ) -> None:
     """Refused before the run is created or a byte is sent."""
+    store = make_store("local")
     directory = tmp_path / ("final" if make == "no step" else "checkpoint-100")
     if make == "file":
         directory.write_bytes(b"x")
