@@ -155,7 +155,9 @@ def test_repeated_failures_are_counted_but_do_not_fill_the_log(caplog: pytest.Lo
     for _ in range(1000):
         step_end(manager)
     assert manager.failures == {"Raises": 1000}
-    assert len(caplog.records) == 3 + 8  # 1, 2, 3, then 4, 8, …, 512
+    # On a busy machine a call may also be reported as slow.
+    failures = [record for record in caplog.records if "failed in" in record.getMessage()]
+    assert len(failures) == 3 + 8  # 1, 2, 3, then 4, 8, …, 512
 
 
 def test_an_error_of_ours_is_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,9 +92,10 @@ def test_training_goes_on_over_a_full_disk(
     )
     assert trainer.train().global_step == 4
     assert saving.failures == 2
-    for step in (2, 3):
-        assert f"save of step {step} failed" in caplog.text
-    assert caplog.text.count("free some space") == 2
+    # The uploader may meet the full disk as well, when it notes how far step 1 came, and says so in lines of its own.
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("save of step")]
+    assert [line.split(" failed")[0] for line in lines] == ["save of step 2", "save of step 3"]
+    assert all("free some space" in line for line in lines)
     run = RunDirectory.open(f"{store.url}/run")
     assert [stem.step for stem in run.stems()] == [1, 4]
     assert assert_whole(LocalTier.open(small_disk / "disk"))[-1] == 4
