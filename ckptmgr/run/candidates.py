@@ -10,7 +10,8 @@ from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, NotCommi
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.selectors import Selector
-from ckptmgr.run.directory import RunDirectory, holds_anything, same_run
+from ckptmgr.run.directory import RunDirectory, same_run
+from ckptmgr.run.store import holds_anything
 from ckptmgr.run.tier import LocalTier
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
-    BackendError,
     CheckpointNotFoundError,
     ConfigError,
     ConflictError,
@@ -21,7 +20,6 @@ from ckptmgr.core.errors import (
     ManifestVersionError,
     ObjectExistsError,
     ObjectNotFoundError,
-    TransientBackendError,
 )
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
@@ -371,56 +369,6 @@ class RunDirectory:
             return list(pool.map(function, items))
 
 
-def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError | ManifestError]]]:
-    """The runs one level below a store's `url`, by name; one whose run.json cannot be read, or is refused, comes as (name, error).
-
-    Returns:
-        The store's normalised URL, and the runs.
-
-    Raises:
-        CheckpointNotFoundError: nothing is there, or no run is.
-        BackendError: could not look.
-    """
-    from ckptmgr.backends.registry import normalize_url, open_store
-
-    fs, root = open_store(url)
-    store = RunDirectory(fs=fs, root=root, url=normalize_url(url))
-    try:
-        entries = fs.ls(root, detail=True)
-    except ObjectNotFoundError as exc:
-        raise CheckpointNotFoundError(
-            f"nothing is stored at {store.url}",
-            hint="check the URL; a run appears with its first checkpoint",
-            url=store.url,
-        ) from exc
-    names = sorted(
-        str(entry["name"]).rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"
-    )
-    found = [run for run in store.map(lambda name: _run_below(store, name), names) if run is not None]
-    if not found:
-        raise CheckpointNotFoundError(
-            f"no run at {store.url} or one level below it",
-            hint="check the URL; a run appears with its first checkpoint",
-            url=store.url,
-        )
-    return store.url, found
-
-
-def _run_below(store: RunDirectory, name: str) -> RunDirectory | tuple[str, BackendError | ManifestError] | None:
-    """The run `name` of `store`; None if that is no run."""
-    run = RunDirectory(fs=store.fs, root=f"{store.root}/{name}" if store.root else name, url=f"{store.url}/{name}")
-    try:
-        data = run.read(layout.RUN_FILE)
-        if data is None:
-            return None
-        run.record = decode_run(data, where=f"{run.url}/{layout.RUN_FILE}")
-    except TransientBackendError:
-        raise
-    except (BackendError, ManifestError) as exc:
-        return name, exc
-    return run
-
-
 def same_run(local: RunDirectory, remote: RunDirectory) -> None:
     """Raise ConflictError unless both are the same run."""
     if local.uuid != remote.uuid:
@@ -428,19 +376,3 @@ def same_run(local: RunDirectory, remote: RunDirectory) -> None:
             f"{local.root} is the local tier of run {local.uuid}, but {remote.url} is run {remote.uuid}",
             hint="give another local directory, or another run name",
         )
-
-
-def holds_anything(url: str) -> bool:
-    """Whether the store has any key at or below `url`.
-
-    Raises:
-        BackendError: could not look (I7).
-    """
-    from ckptmgr.backends.registry import open_store
-
-    fs, root = open_store(url)
-    try:
-        info = fs.info(root)
-    except ObjectNotFoundError:
-        return False
-    return info["type"] == "file" or bool(fs.ls(root, detail=False))

@@ -11,7 +11,8 @@ from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import notes
-from ckptmgr.run.directory import RunDirectory, runs_of
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.store import runs_of
 
 State = Literal["committed", "damaged", "uncommitted", "foreign"]
 Lineage = Literal["current", "abandoned"]
