@@ -12,6 +12,14 @@ from typer.core import TyperCommand, TyperGroup
 _SIMPLE: dict[Any, Callable[[str], Any]] = {str: str, int: int, Path: Path}
 
 
+class InterruptedCommand(Exception):
+    """Ctrl-C while a command ran."""
+
+
+class OutputClosed(Exception):
+    """The reader of stdout has seen enough (`ckptmgr ls … | head`)."""
+
+
 class _OwnConversion:
     """Converts words, whole numbers and paths here.
 
@@ -41,6 +49,15 @@ class Command(_OwnConversion, TyperCommand):
     """
 
     tail: tuple[str, ...] = ()
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Versions of typer make different exit codes of these two; here none gets to see them."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as exc:
+            raise InterruptedCommand from exc
+        except BrokenPipeError as exc:
+            raise OutputClosed from exc
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The pieces of the usage line; typer puts braces around what is required, which readers take for part of the word."""

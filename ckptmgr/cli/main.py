@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ckptmgr.cli import looking, moving, pruning, story
-from ckptmgr.cli.command import Group
+from ckptmgr.cli.command import Group, InterruptedCommand, OutputClosed
 from ckptmgr.cli.output import fail
 
 _EPILOG = """\b
@@ -25,6 +26,8 @@ Exit codes:
   2  usage, configuration            7  conflict: would mix or overwrite
   3  nothing to resume, not found    75 requeue
   4  store unavailable or refused    130, 143 signals"""
+
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="ckptmgr",
@@ -56,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The console script; ends the process with the exit code."""
     # A file name that is not UTF-8 goes to stdout as the bytes that it is: what `resume` prints must open.
     sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+    code = run(sys.argv[1:] if argv is None else list(argv))
+    if code == _INTERRUPTED:
+        # Threads that still wait for a store would hold up the end of the interpreter.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -75,13 +84,13 @@ def run(argv: Sequence[str]) -> int:
             args=words, prog_name="ckptmgr", standalone_mode=False, obj=moving.Invocation(command, verbose=verbose)
         )
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our pipe has seen enough (`ckptmgr ls … | head`).
+    except (OutputClosed, BrokenPipeError):
+        # What is still in the buffer would fail once more at the end of the interpreter.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except (InterruptedCommand, KeyboardInterrupt):
         fail("interrupted")
-        return 130
+        return _INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends as one line and an exit code
         if verbose:
             import traceback

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
@@ -361,12 +361,26 @@ class RunDirectory:
 
     def map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
         """`function` over `items`, in order; on a remote store several at once, for each costs a round trip."""
-        if self.fs.capabilities.is_local or len(items) < 2:
-            return [function(item) for item in items]
-        from concurrent.futures import ThreadPoolExecutor
+        return side_by_side(self.fs, function, items)
 
-        with ThreadPoolExecutor(max_workers=min(_READERS, len(items)), thread_name_prefix="ckptmgr-read") as pool:
-            return list(pool.map(function, items))
+
+def side_by_side(
+    fs: Backend, function: Callable[[Any], _T], items: Sequence[Any], *, workers: int = _READERS
+) -> list[_T]:
+    """`function` over `items`, in order, as many at once as pays on `fs`. The first failure ends it."""
+    if fs.capabilities.is_local or len(items) < 2:
+        return [function(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(max_workers=min(workers, len(items)), thread_name_prefix="ckptmgr-read")
+    wait = True
+    try:
+        return list(pool.map(function, items))
+    except KeyboardInterrupt:
+        wait = False  # whoever pressed Ctrl-C does not wait for requests that are under way, and tried again
+        raise
+    finally:
+        pool.shutdown(wait=wait, cancel_futures=True)
 
 
 def same_run(local: RunDirectory, remote: RunDirectory) -> None:

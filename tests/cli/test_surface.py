@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -202,6 +204,34 @@ def test_ls_on_a_terminal(make_store: MakeStore, push_steps: PushSteps, tmp_path
     assert [line.split()[0] for line in lines[2:]] == ["100", "100000"]
     assert all("committed" in line and "0.1235" in line for line in lines[2:])
     assert "eval_loss" in lines[0]
+
+
+@pytest.mark.parametrize("at", ["*/run.json", "*/manifests/*"])
+def test_interrupted(make_store: MakeStore, push_steps: PushSteps, tmp_path: Path, at: str) -> None:
+    """Ctrl-C ends a command with 130 and one line, at once, whatever a store does not answer."""
+    store = make_store("oss")
+    push_steps(f"{store.url}/run", 100, 200, 300)
+    with store.server.faults.injected(Fault(hold="before", times=None, key=at)) as held:
+        words = [sys.executable, "-m", "ckptmgr.cli.main", "ls", f"{store.url}/run"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        assert held.reached.wait(30)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "ckptmgr: error: interrupted\n")
+
+
+def test_reader_that_has_seen_enough(make_store: MakeStore, push_steps: PushSteps, tmp_path: Path) -> None:
+    """`ckptmgr ls … | true`: no error, no traceback."""
+    store = make_store("local")
+    push_steps(f"{store.url}/run", 100)
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "ckptmgr.cli.main", "ls", f"{store.url}/run"]
+    done = subprocess.run(
+        words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- start-up -----------------------------------------------------------------------------------------------------------
