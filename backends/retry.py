@@ -50,7 +50,9 @@ class RetryPolicy:
     cap_s: float = 10.0
 
 
-#: For a person or a script that waits for the answer.
+#: For a person or a script that waits for the answer. A store that refuses connections or answers 5xx is given up after at most 6.2 s; one that
+#: accepts them and stays silent after about a minute, the clients' own timeout (10 s to connect, 60 s between bytes); nothing takes longer than
+#: `deadline_s` plus that. The first request that is given up ends a command.
 INTERACTIVE = RetryPolicy()
 #: For uploads nobody watches: 30 % failing requests leave less than 1 in 100,000 that give up.
 PATIENT = RetryPolicy(attempts=10, deadline_s=600.0, base_s=0.5, cap_s=30.0)
