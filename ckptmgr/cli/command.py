@@ -12,6 +12,22 @@ from typer.core import TyperCommand, TyperGroup
 _SIMPLE: dict[Any, Callable[[str], Any]] = {str: str, int: int, Path: Path}
 
 
+def local_directory(path: Path) -> Path:
+    """`path` as given for a directory of this machine; a file URL counts as its path.
+
+    Raises:
+        ConfigError: it is a URL: as a path it would quietly make a folder called `s3:`.
+    """
+    scheme, colon, rest = str(path).partition(":/")  # pathlib has made one slash of two
+    if not colon or not scheme.isalnum():
+        return path
+    if scheme == "file":
+        return Path("/" + rest.lstrip("/"))
+    from ckptmgr.core.errors import ConfigError
+
+    raise ConfigError(f"{scheme}://{rest.lstrip('/')} is not a directory of this machine", hint="give a path")
+
+
 class InterruptedCommand(Exception):
     """Ctrl-C while a command ran."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptmgr.cli.command import Command, CommandWithTail
+from ckptmgr.cli.command import Command, CommandWithTail, local_directory
 from ckptmgr.cli.looking import SELECTOR_HELP, Json, Run
 from ckptmgr.cli.output import count, emit, emit_json, progress, say, size, warn
 
@@ -113,6 +113,8 @@ def resume(
         what = "--json and a COMMAND exclude each other" if command else "there is no command after --"
         raise ConfigError(what, hint="COMMAND finds the path in CKPTMGR_RESUME_FROM" if command else "write it there")
     chosen = parse_selector(selector)
+    to = None if to is None else local_directory(to)
+    local_dir = None if local_dir is None else local_directory(local_dir)
     try:
         resumed = _resume(run_url, chosen, to, _tier(local_dir), strict=strict, replace=replace)
     except CheckpointNotFoundError as exc:
@@ -215,7 +217,7 @@ def drain(
     """Upload what is pending in a local tier, newest first, each to the run that it was saved for."""
     from ckptmgr.run.tier import LocalTier
 
-    tier = LocalTier.open(local_dir)
+    tier = LocalTier.open(local_directory(local_dir))
     left = _drain(tier, None)
     if as_json:
         emit_json({"local_dir": str(tier.root), "pending": left})
@@ -288,6 +290,7 @@ def push(
     from ckptmgr.run.push import push as execute
 
     metrics = dict(_metric(text) for text in metric or ())
+    directory = local_directory(directory)
     at = check_pushable(directory, step=step, tag=tag)
     run = RunDirectory.open_or_create(run_url)
     with _Bar() as bar:

@@ -65,11 +65,12 @@ def prune(
 ) -> None:
     """Show which checkpoints no rule keeps; with --yes, remove them."""
     from ckptmgr.run.directory import RunDirectory
-    from ckptmgr.run.prune import plan_prune
+    from ckptmgr.run.prune import plan_prune, refuse_tier
     from ckptmgr.run.prune import prune as execute
 
     rule = _rule(keep_last, keep_best or (), keep_worst or (), keep_every, keep_within)
     run = RunDirectory.open(run_url)
+    refuse_tier(run)
     if not yes:
         history = run.history()
         plan = plan_prune(history, rule, all_lineages=all_lineages)

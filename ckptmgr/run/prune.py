@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import ConflictError, IntegrityError
+from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem, manifest_key
+from ckptmgr.core.layout import UPLOADS, Stem, manifest_key
 from ckptmgr.core.manifest import ClosingRecord
 from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan
 from ckptmgr.run import locks
@@ -54,6 +55,15 @@ def plan_prune(
     )
 
 
+def refuse_tier(run: RunDirectory) -> None:
+    """Raise ConfigError if `run` is a local tier: what its journal does not call uploaded may be the only copy there is (I6)."""
+    if run.fs.capabilities.is_local and os.path.isdir(run.path(UPLOADS)):
+        raise ConfigError(
+            f"{run.root} is a local tier, the queue of uploads, and is not pruned like a store",
+            hint="prune the run in the store; training frees its tier itself (keep_local), of what was uploaded",
+        )
+
+
 def _resumed_from(history: History) -> frozenset[Stem]:
     """The checkpoint that the highest attempt began from: until it commits one of its own, that is all it has to go back to."""
     highest = history.attempts.get(history.highest_attempt or 0)
@@ -79,10 +89,12 @@ def prune(
         approve: called with the plan before anything is deleted; what it raises ends the prune.
 
     Raises:
+        ConfigError: it is a local tier; nothing was deleted.
         IntegrityError: the newest one is damaged; nothing was deleted.
         ConflictError: a higher attempt was claimed; nothing was deleted.
         BackendError: the store could not be asked; removals done so far are done.
     """
+    refuse_tier(run)
     history = run.history()
     if attempt is not None and (history.highest_attempt or 0) > attempt:
         raise ConflictError(

@@ -53,7 +53,7 @@ def read_sidecar(directory: Path) -> Sidecar:
     except FileNotFoundError as exc:
         raise CheckpointNotFoundError(
             f"{directory} has no {path.name} beside it, so there is nothing to compare it with",
-            hint="verify works on a directory that `ckptmgr resume` made",
+            hint="verify takes a run, or a directory that `ckptmgr resume` made",
         ) from exc
     try:
         document = json.loads(data)

@@ -171,6 +171,35 @@ def test_traceback_only_with_verbose(cli_here: Cli, tmp_path: Path) -> None:
         assert loud.stderr.splitlines()[-1] == quiet.stderr.strip()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume", "{run}", "--to", "s3://bucket/dir"],
+        ["resume", "{run}", "--local-dir", "oss://bucket/dir"],
+        ["push", "s3://bucket/checkpoint-100", "{run}"],
+        ["drain", "s3://bucket/dir"],
+    ],
+)
+def test_url_where_a_directory_is_meant(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path, words: list[str]
+) -> None:
+    """Refused; as a path it would quietly make a folder called `s3:`."""
+    store = make_store("local")
+    push_steps(f"{store.url}/run", 100)
+    before = tree(tmp_path)
+    refused(cli_here(*(word.format(run=f"{store.url}/run") for word in words)), 2, "://bucket/", "give a path")
+    assert tree(tmp_path) == before
+
+
+def test_file_url_where_a_directory_is_meant(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+) -> None:
+    """A file URL is its path."""
+    store = make_store("local")
+    push_steps(f"{store.url}/run", 100)
+    assert cli_here("resume", f"{store.url}/run", "--to", f"file://{tmp_path}/here").stdout == f"{tmp_path}/here\n"
+
+
 # --- what is (not) there ------------------------------------------------------------------------------------------------
 
 

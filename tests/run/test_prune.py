@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,18 @@ def test_k055_data_without_a_manifest_is_untouched(store: Store, push_steps: Pus
     assert (states[unfinished], states[newest]) == ("uncommitted", "committed")
     # The way in for what was copied by hand.
     assert cli_here("push", "trained/checkpoint-100", run).returncode == 0
+
+
+def test_local_tier_is_not_pruned(url: str, cli_here: Cli) -> None:
+    """What is only in the queue of uploads may be the only copy there is (I6): refused (2), nothing deleted."""
+    root = Path(url.removeprefix("file://"))
+    (root / "uploads").mkdir()
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    for yes in ([], ["--yes"]):
+        refused = cli_here("prune", url, "--keep-last", "1", *yes)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "local tier" in refused.stderr
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
 def test_empty_run(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
