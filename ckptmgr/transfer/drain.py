@@ -30,8 +30,10 @@ Outcome = Literal["committed", "dropped", "done", "busy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What one drain did; `pending` is what is still only on this disk, and `errors` why. A save that was pruned in the store meanwhile,
-    or that another process committed, is in neither tuple."""
+    """What one drain did; `pending` is what is still only on this disk, newest first, and `errors` why.
+
+    A save that was pruned in the store meanwhile, or that another process committed, is in neither tuple.
+    """
 
     committed: tuple[Stem, ...] = ()
     pending: tuple[Stem, ...] = ()
@@ -111,4 +113,4 @@ def drain(tier: LocalTier, run: RunDirectory) -> Drained:
             committed.append(manifest.stem)
         elif outcome == "busy":
             pending.append(manifest.stem)
-    return Drained(committed=tuple(committed), pending=tuple(pending), errors=errors)
+    return Drained(committed=tuple(committed), pending=tuple(sorted(pending, reverse=True)), errors=errors)
