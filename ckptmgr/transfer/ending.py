@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 def call_at_end(method: Callable[[], None]) -> None:
     """Call a bound `method` once the main thread is done, before Python takes thread pools away; not if its object is gone by then.
 
-    `atexit` is too late: it runs after all threads have ended, and the pools that a large upload needs are closed even before that.
+    `atexit` is too late: it runs after all threads have ended, and the pools that a large upload needs are closed even before that. Python 3.12.0
+    and 3.12.1 start no thread at all then: what needs one stays pending.
     Source: https://github.com/python/cpython/issues/86128 (what concurrent.futures does for itself)
     """
     # Registered functions run in reverse: the pools' own must be there first. From Python 3.9 on, and private.

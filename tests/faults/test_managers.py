@@ -123,7 +123,7 @@ def test_what_is_pending_at_the_end_is_named_and_stays(store: Store, ask: Ask, t
     url = f"{store.url}/run"
     manager = CheckpointManager(url, local_dir=tmp_path / "disk", wrap_backend=faults)
     manager.begin()
-    gate = faults.add(StoreFault(verb="put_file", hold=True, error=transient))
+    gate = faults.add(StoreFault(verb="put_file", times=None, hold=True, error=transient))
     stem = manager.save(100, state_of(100))
     assert gate.reached.wait(DEADLINE_S)
     closing: list[Any] = []

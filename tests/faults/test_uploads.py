@@ -392,9 +392,9 @@ def test_a_save_that_another_process_had_in_hand_is_looked_at_again(local_scene:
         assert free
         (newer,) = local_scene.save(200)
         uploader.notify()
-        # The newer one goes first, and is settled: the older one has been met.
         assert done.wait(DEADLINE_S)
-    done.clear()
+        # The newer one is settled, and nothing else can be while the lock is held.
+        done.clear()
     assert done.wait(DEADLINE_S)
     assert uploader.close(DEADLINE_S) == []
     assert local_scene.manifests() == [str(stem), str(newer)]
