@@ -25,6 +25,8 @@ MANIFESTS = "manifests"
 PARTS = "parts"
 TAGS = "tags"
 UPLOADS = "uploads"
+# Written and removed again when a run is created; a kill in between may leave one, which means nothing.
+PROBE_PREFIX = ".probe-"
 
 _STEM = re.compile(r"([0-9]{6,})-([0-9]{12,})-([0-9]{6,})-([0-9a-f]{8})")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

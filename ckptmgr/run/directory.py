@@ -39,6 +39,7 @@ from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 8
+_LOOKED_AT = 20
 LooseState = Literal["uncommitted", "foreign", "bare"]
 
 
@@ -109,15 +110,17 @@ class RunDirectory:
 
         Args:
             uuid: the identity that a new run gets; drawn if None.
+
+        Raises:
+            ConflictError: something lies there that a new run would hide: other runs, or another run's manifests; nothing was changed.
         """
         try:
             return cls.open(url, fs=fs, root=root)
         except CheckpointNotFoundError:
             pass
         run = cls._at(url, fs, root)
-        record = RunRecord(
-            uuid=uuid or new_uuid(), kind=kind, create_only=run._probe_create_only(), created_at=utc_stamp()
-        )
+        uuid = run._uuid_for_creation(uuid)
+        record = RunRecord(uuid=uuid, kind=kind, create_only=run._probe_create_only(), created_at=utc_stamp())
         # Refused: another process created it just now, or our own unanswered try did. What is there decides.
         with contextlib.suppress(ObjectExistsError):
             run.fs.pipe_file(run.path(layout.RUN_FILE), encode_run(record), mode="create")
@@ -151,6 +154,56 @@ class RunDirectory:
                 url=self.url,
             )
 
+    def _uuid_for_creation(self, uuid: str | None) -> str:
+        """The identity that a run created here gets: `uuid`, or that of manifests whose run.json was lost, or a new one.
+
+        Raises:
+            ConflictError: a run here would hide other runs, or adopt another one's manifests.
+        """
+        found = {self._run_uuid_in(stem) for stem in self.stems()}
+        if found - {uuid}:
+            if len(found) > 1 or uuid is not None or None in found:
+                raise ConflictError(
+                    f"{self.url} holds manifests of another run, but no {layout.RUN_FILE}",
+                    hint="bring that file back, or use another run name; nothing was changed",
+                )
+            uuid = found.pop()
+            logger.warning(
+                "%s has lost its %s; it is made again, as its manifests say: run %s", self.url, layout.RUN_FILE, uuid
+            )
+        below = next(
+            (name for name in self._names("")[:_LOOKED_AT] if self.read(f"{name}/{layout.RUN_FILE}") is not None), None
+        )
+        if below is not None:
+            raise ConflictError(
+                f"{self.url} is a store of runs ({below}, …), not a run",
+                hint=f"name a run in it, such as {self.url}/NEW; nothing was changed",
+            )
+        return uuid or new_uuid()
+
+    def _run_uuid_in(self, stem: Stem) -> str | None:
+        """The run that the manifest of `stem` names; None if it cannot be read."""
+        data = self.read(layout.manifest_key(stem))
+        try:
+            record = None if data is None else decode_manifest(data, where=layout.manifest_key(stem))
+        except ManifestError:
+            return None
+        return record.run_uuid if isinstance(record, Manifest) else None
+
+    def refuse_replaced(self) -> None:
+        """Raise ConflictError unless this very run is (still) here: a commit beside no run.json could never be found again.
+
+        A disk that was unmounted looks like this, and so does a run that was removed or replaced while training went on.
+        """
+        data = self.read(layout.RUN_FILE)
+        where = f"{self.url}/{layout.RUN_FILE}"
+        if data is None or decode_run(data, where=where).uuid != self.uuid:
+            raise ConflictError(
+                f"{self.url} is gone" if data is None else f"{self.url} is another run by now",
+                hint="check the disk or the bucket; what is saved stays in the local tier",
+                key=layout.RUN_FILE,
+            )
+
     def _probe_create_only(self) -> bool:
         """Whether this store really refuses a second create-only write; some accept the header and ignore it.
 
@@ -160,7 +213,7 @@ class RunDirectory:
             return False
         if self.fs.capabilities.is_local:
             return True
-        key = self.path(f"{layout.ATTEMPTS}/.probe-{new_nonce()}")
+        key = self.path(f"{layout.ATTEMPTS}/{layout.PROBE_PREFIX}{new_nonce()}")
         # Refused: a retry met our own first try. The second write decides.
         with contextlib.suppress(ObjectExistsError):
             self.fs.pipe_file(key, b"first", mode="create")

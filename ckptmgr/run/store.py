@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
     BackendError,
@@ -65,7 +68,7 @@ def _run_below(store: RunDirectory, name: str) -> RunDirectory | tuple[str, Back
 
 
 def holds_anything(url: str) -> bool:
-    """Whether the store has any key at or below `url`.
+    """Whether the store has anything at or below `url`, but for what the creation of a run leaves when it is killed.
 
     Raises:
         BackendError: could not look (I7).
@@ -77,4 +80,12 @@ def holds_anything(url: str) -> bool:
         info = fs.info(root)
     except ObjectNotFoundError:
         return False
-    return info["type"] == "file" or bool(fs.ls(root, detail=False))
+    return info["type"] == "file" or any(_means_something(fs, entry) for entry in fs.ls(root, detail=True))
+
+
+def _means_something(fs: Backend, entry: dict[str, Any]) -> bool:
+    """Whether an entry is more than what the creation of a run leaves when it is killed: a probe, an empty folder."""
+    if entry["type"] == "file":
+        return True
+    names = (str(path).rsplit("/", 1)[-1] for path in fs.find(entry["name"]))
+    return any(not name.startswith(layout.PROBE_PREFIX) for name in names)

@@ -307,13 +307,13 @@ class CheckpointManager:
         return run.history().readable_chain()[::-1]
 
     def status(self) -> ManagerStatus:
-        """What is pending, what failed, and whether a newer attempt has taken over; asks the store."""
+        """What is pending, what failed, and whether a newer attempt has taken over. Reads the local tier only, never the store."""
         session = self._session
         return ManagerStatus(
             run=self.url,
             local_dir=str(self.local_dir),
             attempt=None if session is None else session.attempt,
-            superseded=session is not None and session.is_superseded,
+            superseded=session is not None and session.superseded,
             uploads=UploadStatus() if session is None else session.uploader.status(),
         )
 

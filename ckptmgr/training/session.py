@@ -86,15 +86,11 @@ class Session:
         self.run = run
         self.tier = tier
         self.attempt = attempt
+        self.superseded = False  # a newer attempt has been claimed (I12), as far as the last commit saw
         self.uploader = Uploader(tier, run, stop=stop, committed=self._after_commit, exit_timeout_s=exit_timeout_s)
         self._seq = seq
         self._parent = parent
         self._retention = retention
-
-    @property
-    def is_superseded(self) -> bool:
-        """Whether a newer attempt has been claimed (I12); asks the store."""
-        return is_superseded(self.run, self.attempt)
 
     def save(
         self,
@@ -143,11 +139,12 @@ class Session:
 
     def _after_commit(self, stem: Stem) -> None:
         """Retention, in the uploader's thread, after `stem` was committed in the store."""
-        if self.is_superseded:
+        if not self.superseded and is_superseded(self.run, self.attempt):
+            self.superseded = True
             logger.warning(
                 "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", self.attempt
             )
-        elif self._retention.store is not None:
+        if self._retention.store is not None and not self.superseded:
             done = prune.prune(self.run, self._retention.store, attempt=self.attempt)
             for verdict in done.deleted:
                 logger.info("pruned step %d (%s)", verdict.manifest.step, verdict.manifest.id)

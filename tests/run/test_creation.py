@@ -1,0 +1,96 @@
+"""Creating a run, and what lies in the way: residue of a killed creation, lost identities, other runs, a run that vanished."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmgr.core.errors import ConflictError
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing.stores import Store
+from ckptmgr.transfer.drain import drain
+
+Cli = Callable[..., Any]
+
+
+def test_what_a_killed_creation_leaves_is_nothing(store: Store, cli_here: Cli) -> None:
+    """A kill between the probe and its removal must not refuse the restart of the job for ever."""
+    store.put("run/attempts/.probe-7fc01583", b"first")
+    done = cli_here("resume", f"{store.url}/run", "--or-start", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] is None
+
+
+def test_a_probe_beside_foreign_data_does_not_hide_it(store: Store, cli_here: Cli) -> None:
+    """Only the residue counts as nothing."""
+    store.put("run/attempts/.probe-7fc01583", b"first")
+    store.put("run/weights.bin", b"somebody's")
+    assert cli_here("resume", f"{store.url}/run", "--or-start").returncode == 3
+
+
+def test_a_lost_run_json_is_made_again_from_the_manifests(
+    store: Store, push_steps: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new identity would turn every checkpoint of the run into somebody else's."""
+    push_steps(f"{store.url}/run", 100, 200)
+    uuid = RunDirectory.open(f"{store.url}/run").uuid
+    store.delete("run/run.json")
+    with caplog.at_level(logging.WARNING):
+        run = RunDirectory.open_or_create(f"{store.url}/run")
+    assert run.uuid == uuid
+    assert "has lost its run.json" in caplog.text
+    assert [manifest.step for manifest in run.history().readable_chain()] == [200, 100]
+
+
+def test_manifests_of_two_runs_are_nobodys_to_adopt(store: Store, push_steps: Callable[..., Any]) -> None:
+    """Which of them it was cannot be told, so nothing is made."""
+    push_steps(f"{store.url}/a", 100)
+    push_steps(f"{store.url}/b", 200)
+    for name in ("a", "b"):
+        (key,) = store.keys(f"{name}/manifests/")
+        store.put(key.replace(f"{name}/", "mixed/", 1), store.get(key))
+    before = store.snapshot()
+    with pytest.raises(ConflictError, match="manifests of another run"):
+        RunDirectory.open_or_create(f"{store.url}/mixed")
+    assert store.snapshot() == before
+
+
+def test_a_store_of_runs_is_not_made_a_run(
+    store: Store, push_steps: Callable[..., Any], cli_here: Cli, make_checkpoint: Callable[..., Path]
+) -> None:
+    """A forgotten run name would hide every run of the store from `ls`."""
+    push_steps(f"{store.url}/a", 100)
+    before = store.snapshot()
+    done = cli_here("push", make_checkpoint(300), store.url)
+    assert done.returncode == 7, done.stderr
+    assert "is a store of runs (a, …)" in done.stderr
+    assert store.snapshot() == before
+
+
+def test_nothing_is_committed_to_a_run_that_is_gone(tmp_path: Path) -> None:
+    """An unmounted disk looks like an empty directory: a commit there could never be found again, and must stay pending."""
+    from ckptmgr.backends.atomic import digest_file
+    from ckptmgr.core.layout import Stem
+    from ckptmgr.core.manifest import FileEntry, Manifest
+
+    run = RunDirectory.open_or_create(str(tmp_path / "store" / "run"))
+    tier = LocalTier.open_or_create(tmp_path / "tier", uuid=run.uuid)
+    prepared = tier.prepare(Stem(1, 10, 1, "00000001"))
+    (prepared / "model.pt").write_bytes(b"weights")
+    entry = FileEntry.of("model.pt", digest_file(prepared / "model.pt"))
+    tier.commit(Manifest(stem=Stem(1, 10, 1, "00000001"), run_uuid=run.uuid, files=(entry,)), prepared, target=run.url)
+    (tmp_path / "store").rename(tmp_path / "unmounted")
+
+    done = drain(tier, run)
+    assert [stem.step for stem in done.pending] == [10]
+    assert "is gone" in str(done.errors[done.pending[0]])
+    assert not (tmp_path / "store").exists()
+
+    (tmp_path / "unmounted").rename(tmp_path / "store")
+    assert [stem.step for stem in drain(tier, run).committed] == [10]
