@@ -232,7 +232,8 @@ class SaveModelCallback(Callback):
             metric_modes={} if self.policy is None else self.policy.modes(),
         )
         if checkpoint_id is None:
-            _log.warning("step %d was not saved: the manager skipped it (%s)", state.global_step, ", ".join(reasons))
+            self.failures += 1  # the manager has logged why
+            _log.warning("step %d was not saved (%s)", state.global_step, ", ".join(reasons))
 
     def _close(self) -> None:
         report = self.manager.close(timeout_s=self.close_timeout_s)

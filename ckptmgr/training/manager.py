@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -29,46 +29,24 @@ from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.training import state as training_state
 from ckptmgr.training.ranks import is_main_process
+from ckptmgr.training.restoring import MEMORY, Restored, load, rewound_by_command
 from ckptmgr.training.session import Parent, Retention, Session, begin_session, parent_of
 from ckptmgr.transfer.uploader import UploadStatus
 
 logger = logging.getLogger(__name__)
-_MEMORY = "save_policy"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What `restore` put back.
-
-    Attributes:
-        id: the checkpoint.
-        step: its step.
-        epoch: its epoch, fractional; None if unknown.
-        metrics: its metrics.
-        source: where the bytes came from, `local` or `remote`; None when they were already there.
-        report: each piece restored, missing or unexpected, and the plain values.
-        skipped: newer checkpoints that could not be used, as (id, why).
-    """
-
-    id: str
-    step: int
-    epoch: float | None
-    metrics: Mapping[str, float]
-    source: str | None
-    report: training_state.RestoreReport
-    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerStatus:
-    """One look at a manager: the run, the attempt, and the uploads."""
+    """One look at a manager: the run, the attempt, saves that failed with the last reason, and the uploads."""
 
     run: str
     local_dir: str
     attempt: int | None
     superseded: bool
+    save_failures: int
+    last_save_error: str
     uploads: UploadStatus
 
 
@@ -94,6 +72,7 @@ class CheckpointManager:
         keep: what retention keeps in the store, applied after each commit; None keeps everything.
         keep_local: what to keep of uploaded checkpoints in the local tier.
         on_existing: what a start without restore does on a run that has commits: `refuse` (ConflictError), or `new-lineage`.
+        on_save_error: what a save that fails does: `log` it, count it in `status()` and let training go on (I9), or `raise`.
         close_timeout_s: how long `close` waits for uploads; so does the end of a program that does not call it.
         retry: how patient an upload is with the store.
         wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults.
@@ -108,12 +87,15 @@ class CheckpointManager:
         keep: RetentionRule | None = None,
         keep_local: RetentionRule = KeepLast(1),  # noqa: B008 - frozen value
         on_existing: Literal["refuse", "new-lineage"] = "refuse",
+        on_save_error: Literal["log", "raise"] = "log",
         close_timeout_s: float = 600.0,
         retry: RetryPolicy = PATIENT,
         wrap_backend: Callable[[Backend], Backend] = lambda backend: backend,
     ) -> None:
         if on_existing not in ("refuse", "new-lineage"):
             raise ConfigError(f"on_existing={on_existing!r} is not known", hint="use 'refuse' or 'new-lineage'")
+        if on_save_error not in ("log", "raise"):
+            raise ConfigError(f"on_save_error={on_save_error!r} is not known", hint="use 'log' or 'raise'")
         self.url = normalize_url(url)
         name = self.url.rsplit("/", 1)[-1]
         self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
@@ -121,6 +103,9 @@ class CheckpointManager:
         self.save_policy = save
         self._retention = Retention(store=keep, local=keep_local)
         self._on_existing = on_existing
+        self._on_save_error = on_save_error
+        self._save_failures = 0
+        self._last_save_error = ""
         self._close_timeout_s = close_timeout_s
         self._retry = retry
         self._wrap_backend = wrap_backend
@@ -139,7 +124,8 @@ class CheckpointManager:
 
         Args:
             state: name -> object with `load_state_dict`, or a plain value (found in `report.values`), as given to `save`.
-            selector: `latest`, a step, `best:METRIC`, `tag:NAME`, `id:ID`.
+            selector: `latest`, a step, `best:METRIC`, `tag:NAME`, `id:ID`. `latest` means the checkpoint that `ckptmgr resume RUN SELECTOR --
+                COMMAND` has named and put on disk for this process, if there is one.
             strict: refuse a checkpoint that lacks a piece of `state`.
 
         Raises:
@@ -150,35 +136,15 @@ class CheckpointManager:
         resumed = self._fetch(selector)
         if resumed is None:
             return None
-        report = self._load(resumed.directory, state, strict=strict)
+        report, memory = load(resumed.directory, state, strict=strict)
+        self._memory = self._memory if memory is None else memory
         self._parent = _parent(resumed)
-        shutil.rmtree(resumed.directory.parent, ignore_errors=True)
+        if resumed.directory.is_relative_to(self.local_dir):
+            shutil.rmtree(resumed.directory.parent, ignore_errors=True)
         logger.info(
             "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
         )
-        return Restored(
-            id=resumed.manifest.id,
-            step=resumed.manifest.step,
-            epoch=resumed.manifest.epoch,
-            metrics=resumed.manifest.metrics,
-            source=resumed.source,
-            report=report,
-            skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
-        )
-
-    def _load(self, directory: Path, state: Mapping[str, Any], *, strict: bool) -> training_state.RestoreReport:
-        """Load the pieces of `state`, and this manager's own memory if a plain loop's `should_save` had one."""
-        remembers = (directory / f"{_MEMORY}.json").is_file() and _MEMORY not in state
-        pieces = {**state, _MEMORY: {}} if remembers else state
-        report = training_state.restore(directory, pieces, strict=strict)
-        if not remembers:
-            return report
-        self._memory = report.values[_MEMORY]
-        return replace(
-            report,
-            restored=tuple(name for name in report.restored if name != _MEMORY),
-            values={name: value for name, value in report.values.items() if name != _MEMORY},
-        )
+        return Restored.of(resumed, report)
 
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
@@ -201,6 +167,8 @@ class CheckpointManager:
         # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
         self._parent = Parent()
         run, tier = self._open()
+        if not chosen.is_explicit and (named := rewound_by_command(run)) is not None:
+            return named
         try:
             resumed = resume(run, chosen, under=tier.resume_folder(), tier=tier)
         except CheckpointNotFoundError as exc:
@@ -271,7 +239,8 @@ class CheckpointManager:
     ) -> str | None:
         """Commit `state` to the local tier and queue its upload.
 
-        Blocks for the copy, the write and the fsync. A failure leaves nothing behind but the error; earlier checkpoints are untouched.
+        Blocks for the copy, the write and the fsync. A failure (a full disk, say) leaves nothing behind but the error; earlier checkpoints
+        are untouched, and training goes on unless `on_save_error="raise"`.
 
         Args:
             step: the optimizer step.
@@ -279,25 +248,35 @@ class CheckpointManager:
             reasons: why; `requested` if none.
 
         Returns:
-            The id; None on ranks other than 0.
+            The id; None if nothing was saved: on ranks other than 0, and after a failure that was logged.
 
         Raises:
-            ConflictError: see `begin`.
-            CkptmgrError: nothing was saved.
+            ConflictError: see `begin`; the manager is closed.
+            BackendError: `begin` could not ask the store.
+            ConfigError: `state` holds something that cannot be saved: a mistake in the program.
+            CkptmgrError: with `on_save_error="raise"`, nothing was saved.
         """
         if not is_main_process():
             return None
         self.begin()
         if self._session is None or self._closed:
             raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
-        return self._session.save(
-            step,
-            {**state, _MEMORY: dict(self._memory)} if self._memory else state,
-            epoch=epoch,
-            metrics=metrics or {},
-            reasons=reasons or ("requested",),
-            metric_modes=self._modes() if metric_modes is None else metric_modes,
-        )
+        try:
+            return self._session.save(
+                step,
+                {**state, MEMORY: dict(self._memory)} if self._memory else state,
+                epoch=epoch,
+                metrics=metrics or {},
+                reasons=reasons or ("requested",),
+                metric_modes=self._modes() if metric_modes is None else metric_modes,
+            )
+        except CkptmgrError as exc:
+            self._save_failures += 1
+            self._last_save_error = str(exc)
+            if self._on_save_error == "raise" or isinstance(exc, ConfigError):
+                raise
+            logger.error("step %d was not saved (failure %d), training goes on: %s", step, self._save_failures, exc)
+            return None
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -314,6 +293,8 @@ class CheckpointManager:
             local_dir=str(self.local_dir),
             attempt=None if session is None else session.attempt,
             superseded=session is not None and session.superseded,
+            save_failures=self._save_failures,
+            last_save_error=self._last_save_error,
             uploads=UploadStatus() if session is None else session.uploader.status(),
         )
 

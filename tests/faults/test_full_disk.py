@@ -93,9 +93,12 @@ def test_training_goes_on_over_a_full_disk(
     assert trainer.train().global_step == 4
     assert saving.failures == 2
     # The uploader may meet the full disk as well, when it notes how far step 1 came, and says so in lines of its own.
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("save of step")]
-    assert [line.split(" failed")[0] for line in lines] == ["save of step 2", "save of step 3"]
+    lines = [record.getMessage() for record in caplog.records if "training goes on" in record.getMessage()]
+    assert [line.split(" was not")[0] for line in lines] == ["step 2", "step 3"]
     assert all("free some space" in line for line in lines)
+    status = manager.status()
+    assert status.save_failures == 2
+    assert "free some space" in status.last_save_error
     run = RunDirectory.open(f"{store.url}/run")
     assert [stem.step for stem in run.stems()] == [1, 4]
     assert assert_whole(LocalTier.open(small_disk / "disk"))[-1] == 4
@@ -112,7 +115,7 @@ def test_a_save_that_does_not_fit_leaves_nothing_behind(
     manager = CheckpointManager(f"{store.url}/run", local_dir=disk, keep_local=KeepLast(9))
     manager.save(1, state)
     manager.close()
-    manager = CheckpointManager(f"{store.url}/run", local_dir=disk, keep_local=KeepLast(9))
+    manager = CheckpointManager(f"{store.url}/run", local_dir=disk, keep_local=KeepLast(9), on_save_error="raise")
     manager.restore({"model": {}, "more": {}})
     manager.begin()
     before = sorted(path.name for path in disk.rglob("*"))

@@ -15,13 +15,16 @@ from ckptmgr.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     ConflictError,
+    DiskFullError,
     IncompatibleStateError,
     IntegrityError,
     NotCommittedError,
 )
 from ckptmgr.core.policies import Best, Evaluated, EveryNSteps, StepEnded
 from ckptmgr.core.retention import KeepLast
+from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.resume import resume
 from ckptmgr.training.manager import CheckpointManager
 
 
@@ -269,3 +272,94 @@ class TestLookingAndEnding:
             assert "best:eval_loss" not in second.should_save(Evaluated(step=20, metrics={"eval_loss": 2.0}))
             assert second.should_save(Evaluated(step=30, metrics={"eval_loss": 0.5})) == ("best:eval_loss",)
         assert manager().should_save(StepEnded(step=10)) == ()
+
+
+def test_a_save_that_fails_does_not_end_a_plain_loop(
+    manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I9: it is logged at once, counted and readable; the next save works, and who wants the error can have it."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise DiskFullError("cannot write model.pt: no space left", hint="free some space")
+
+    with manager() as saving:
+        with monkeypatch.context() as patch:
+            patch.setattr("ckptmgr.training.state.write", full)
+            assert saving.save(1, {"n": {"value": 1}}) is None
+        assert "step 1 was not saved (failure 1), training goes on: cannot write model.pt" in caplog.text
+        assert saving.status().save_failures == 1
+        assert "no space left" in saving.status().last_save_error
+        assert saving.save(2, {"n": {"value": 2}}) is not None
+    with manager(on_save_error="raise") as strict:
+        strict.restore({"n": {}})
+        monkeypatch.setattr("ckptmgr.training.state.write", full)
+        with pytest.raises(DiskFullError):
+            strict.save(3, {"n": {"value": 3}})
+
+
+def test_the_status_asks_no_store(manager: Callable[..., CheckpointManager], run_dir: Path) -> None:
+    """What failed stays readable when the store is the thing that fails."""
+    with manager() as saving:
+        saving.save(1, {"n": {"value": 1}})
+        run_dir.rename(run_dir.with_name("unmounted"))
+        assert saving.status().attempt == 1
+        assert saving.status().superseded is False
+        run_dir.with_name("unmounted").rename(run_dir)
+
+
+def _saved(manager: Callable[..., CheckpointManager], *steps: int) -> None:
+    with manager() as saving:
+        saving.restore({"n": {}})
+        for step in steps:
+            saving.save(step, {"n": {"value": step}})
+
+
+def _resumed_by_command(run_dir: Path, selector: str, to: Path) -> None:
+    resume(RunDirectory.open(str(run_dir)), parse_selector(selector), to=to)
+
+
+def test_a_rewind_by_command_is_what_restore_gives(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ckptmgr resume RUN 1 -- COMMAND`: the command's `restore` gets 1, not the newest, and begins a lineage there."""
+    _saved(manager, 1, 2, 3)
+    _resumed_by_command(run_dir, "1", tmp_path / "one")
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
+    with manager() as saving:
+        restored = saving.restore({"n": {}})
+        assert restored is not None
+        assert restored.step == 1
+        assert restored.report.values["n"] == {"value": 1}
+        saving.save(2, {"n": {"value": 22}})
+    assert (tmp_path / "one").is_dir()
+    with manager() as restarted:
+        again = restarted.restore({"n": {}})
+        assert again is not None
+        # A restart within the same COMMAND goes on from there, not back to 1 again.
+        assert again.report.values["n"] == {"value": 22}
+
+
+def test_an_automatic_resume_by_command_never_takes_a_restart_back(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest when COMMAND began is not the newest when one of its processes is started again."""
+    _saved(manager, 1)
+    _resumed_by_command(run_dir, "latest", tmp_path / "one")
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
+    _saved(manager, 2)
+    with manager() as restarted:
+        restored = restarted.restore({"n": {}})
+        assert restored is not None
+        assert restored.step == 2
+
+
+def test_a_rewind_whose_directory_was_changed_is_refused(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I5: nothing is loaded from bytes that are not the checkpoint's (any more)."""
+    _saved(manager, 1, 2)
+    _resumed_by_command(run_dir, "1", tmp_path / "one")
+    (tmp_path / "one" / "n.json").write_text('{"value": 7}')
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
+    with manager() as saving, pytest.raises(IntegrityError, match=r"n\.json"):
+        saving.restore({"n": {}})

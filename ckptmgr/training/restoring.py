@@ -1,0 +1,106 @@
+"""What `CheckpointManager.restore` does with a checkpoint directory, and when `ckptmgr resume` has chosen it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
+from ckptmgr.core.policies import Memory
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.launch import RESUME_ENV
+from ckptmgr.run.resume import Resumed
+from ckptmgr.run.sidecar import read_sidecar
+from ckptmgr.run.verify import verify_directory
+from ckptmgr.training import state as training_state
+
+logger = logging.getLogger(__name__)
+MEMORY = "save_policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore` put back.
+
+    Attributes:
+        id: the checkpoint.
+        step: its step.
+        epoch: its epoch, fractional; None if unknown.
+        metrics: its metrics.
+        source: where the bytes came from, `local` or `remote`; None when they were already there.
+        report: each piece restored, missing or unexpected, and the plain values.
+        skipped: newer checkpoints that could not be used, as (id, why).
+    """
+
+    id: str
+    step: int
+    epoch: float | None
+    metrics: Mapping[str, float]
+    source: str | None
+    report: training_state.RestoreReport
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, resumed: Resumed, report: training_state.RestoreReport) -> Restored:
+        manifest = resumed.manifest
+        return cls(
+            id=manifest.id,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            metrics=manifest.metrics,
+            source=resumed.source,
+            report=report,
+            skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
+        )
+
+
+def load(
+    directory: Path, state: Mapping[str, Any], *, strict: bool
+) -> tuple[training_state.RestoreReport, Memory | None]:
+    """Load the pieces of `state` in place; also returns what a plain loop's save policy remembered, if it did."""
+    remembers = (directory / f"{MEMORY}.json").is_file() and MEMORY not in state
+    report = training_state.restore(directory, {**state, MEMORY: {}} if remembers else state, strict=strict)
+    if not remembers:
+        return report, None
+    values = dict(report.values)
+    memory: Memory = values.pop(MEMORY)
+    restored = tuple(name for name in report.restored if name != MEMORY)
+    return replace(report, restored=restored, values=values), memory
+
+
+def rewound_by_command(run: RunDirectory) -> Resumed | None:
+    """The checkpoint that `ckptmgr resume RUN SELECTOR -- COMMAND` named and put on disk for this process; None if there is none.
+
+    Only for an explicit selector: an automatic one meant the newest, and that is what a restart within COMMAND should get as well. For the same
+    reason a rewind counts once: when an attempt has begun from it, the newest of that lineage is the one to go on from.
+
+    Raises:
+        IntegrityError: the directory is not what was put there.
+    """
+    named = os.environ.get(RESUME_ENV)
+    if not named:
+        return None
+    path = Path(os.path.abspath(named))
+    try:
+        sidecar = read_sidecar(path)
+    except CheckpointNotFoundError:
+        return None
+    manifest = sidecar.manifest
+    if sidecar.how != "explicit" or manifest.run_uuid != run.uuid:
+        return None
+    attempts = run.attempts()
+    latest = attempts.get(max(attempts, default=0))
+    if latest is not None and latest.how == "explicit" and latest.parent == manifest.stem:
+        return None
+    _, damage = verify_directory(path)
+    if damage:
+        raise IntegrityError(
+            f"{path} is no longer checkpoint {manifest.id}: {damage[0].file} {damage[0].why}",
+            hint="run `ckptmgr resume` again with --replace",
+        )
+    directory = path.parent if path.is_file() else path
+    return Resumed(path=path, directory=directory, manifest=manifest, source=None, how="explicit")
