@@ -12,6 +12,8 @@ from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.core.selectors import Selector, choose
 
+_STEPS_NAMED = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -75,12 +77,23 @@ class History:
             raise self.broken[meant]
         found = choose(selector, self.readable_chain(), self.others(), self.tags)
         if found is None:
-            steps = [str(manifest.step) for manifest in reversed(self.readable_chain())]
-            have = f"the steps of its lineage are {', '.join(steps[-8:])}" if steps else "its lineage has no checkpoint"
             raise CheckpointNotFoundError(
-                f"no checkpoint of {self.where} matches {selector}: {have}", hint="see `ckptmgr ls --all`"
+                f"no checkpoint of {self.where} matches {selector}: {self._what_there_is(selector)}",
+                hint="see `ckptmgr ls --all`",
             )
         return found
+
+    def _what_there_is(self, selector: Selector) -> str:
+        """What the user could have meant, for the message that nothing matches."""
+        chain = self.readable_chain()
+        if not chain:
+            return "its lineage has no checkpoint"
+        if selector.kind in ("best", "worst"):
+            metrics = sorted({name for manifest in chain for name in manifest.metrics})
+            return f"its metrics are {', '.join(metrics)}" if metrics else "none of its lineage has a metric"
+        steps = [str(manifest.step) for manifest in reversed(chain)]
+        earlier = "…, " if len(steps) > _STEPS_NAMED else ""
+        return f"the steps of its lineage are {earlier}{', '.join(steps[-_STEPS_NAMED:])}"
 
     def meant(self, selector: Selector) -> Stem | None:
         """The stem that `selector` means as far as names alone tell, whether its manifest can be read or not; None for metrics.

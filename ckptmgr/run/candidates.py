@@ -120,7 +120,8 @@ def nothing_committed(run: RunDirectory, history: History) -> CheckpointNotFound
         what = f"{len(loose)} uncommitted or foreign" if loose else f"{len(pruned)} pruned"
         return NotCommittedError(
             f"{run.url} holds data ({what}) but no committed checkpoint",
-            hint="see `ckptmgr ls --all`; to train from scratch there, use another run name",
+            hint="with the local tier of the process that was killed (--local-dir) it may be resumed; "
+            "to train from scratch use another run name; see `ckptmgr ls --all`",
             empty=False,
         )
     return CheckpointNotFoundError(f"{run.url} has no checkpoint yet", hint="nothing to resume", empty=True)

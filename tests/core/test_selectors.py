@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
+from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.selectors import Selector, better_direction, choose, parse_selector, rank_by_metric, split_metric
@@ -188,3 +190,16 @@ def test_best_of_an_unknown_direction_is_a_mistake_of_usage() -> None:
     """Exit 2: write the mode."""
     with pytest.raises(ConfigError, match="reward:min or reward:max"):
         choose(parse_selector("best:reward"), CHAIN, OTHERS, {})
+
+
+def test_what_there_is_instead_is_named() -> None:
+    """The newest steps, or the metrics, so that the next try can be right."""
+    many = {
+        stem: Manifest(stem=stem, run_uuid="u", files=()) for stem in (Stem(1, n, n, "00000000") for n in range(1, 12))
+    }
+    history = History(run_uuid="u", where="RUN", manifests=many)
+    with pytest.raises(CheckpointNotFoundError, match="of its lineage are …, 4, 5, 6, 7, 8, 9, 10, 11 - "):
+        history.choose(parse_selector("500"))
+    measured = {stem: replace(manifest, metrics={"acc": 1.0, "eval_loss": 2.0}) for stem, manifest in many.items()}
+    with pytest.raises(CheckpointNotFoundError, match="its metrics are acc, eval_loss - "):
+        History(run_uuid="u", where="RUN", manifests=measured).choose(parse_selector("best:loss"))
