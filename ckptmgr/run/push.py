@@ -107,13 +107,12 @@ def push(
     journal = journal or Journal(journal_root(run.url))
     files = describe(directory)
     history = run.history()
-    attempt = joined_attempt(run, history, new=new_attempt)
     content = content_id(files)
+    # In the whole lineage, not in the highest attempt alone: saved again there, an old step would be the newest of the run.
+    same = (m for m in history.readable_chain() if m.step == at and m.content_id == content)
+    existing = None if new_attempt else next(same, None)
+    attempt = existing.stem.attempt if existing is not None else joined_attempt(run, history, new=new_attempt)
     earlier = _interrupted(journal, directory, run.url, content, attempt, at)
-    existing = next(
-        (m for s, m in history.manifests.items() if (s.attempt, s.step) == (attempt, at) and m.content_id == content),
-        None,
-    )
     if existing is not None:
         if earlier is not None:
             journal.forget(earlier.stem)  # its commit was in time, only the answer was lost

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.core.layout import Stem
+from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal
 from ckptmgr.run.push import journal_root
+from ckptmgr.run.start import claim_attempt
 from ckptmgr.run.tier import describe
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
@@ -260,3 +263,16 @@ def test_file_that_changes_while_it_is_pushed(
     assert store.keys("run/manifests/") == []
     stem = cli_here("push", directory, url).stdout.strip()
     assert store.get(f"run/checkpoints/{stem}/model.bin") == b"after!"
+
+
+def test_a_repeat_after_a_new_attempt_does_not_turn_the_run_back(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, make_checkpoint: MakeCheckpoint
+) -> None:
+    """The same bytes are the checkpoint of an earlier attempt; saved again in the new one, the old step would be the newest."""
+    store = make_store("local")
+    first, second = push_steps(f"{store.url}/run", 100, 200)
+    claim_attempt(RunDirectory.open(f"{store.url}/run"), how="auto", parent=Stem.parse(second))
+    again = cli_here("push", make_checkpoint(100), f"{store.url}/run", "--json")
+    assert json.loads(again.stdout)["id"] == first
+    rows = json.loads(cli_here("ls", f"{store.url}/run", "--json").stdout)["checkpoints"]
+    assert [row["id"] for row in rows] == [first, second]
