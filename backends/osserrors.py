@@ -13,14 +13,13 @@ import oss2.exceptions as ox  # type: ignore[import-untyped, unused-ignore]
 import requests
 import urllib3.exceptions
 
+from ckptmgr.backends.answers import AnswerTable, Meaning, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
     BackendTimeoutError,
-    BucketNotFoundError,
     CkptmgrError,
     ConfigError,
-    DiskFullError,
     ObjectExistsError,
     ObjectNotFoundError,
     PermanentBackendError,
@@ -28,54 +27,33 @@ from ckptmgr.core.errors import (
     TransientBackendError,
 )
 
-_Kind = type[BackendError]
 _KEYS_HINT = "check OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET"
 _EXPIRED_HINT = "renew the STS credentials (OSS_SESSION_TOKEN)"
-_CLOCK_HINT = "set this machine's clock (NTP)"
 _ENDPOINT_HINT = "set OSS_ENDPOINT and OSS_REGION to the bucket's region"
 
-# code -> class, hint
-_CODES: dict[str, tuple[_Kind, str]] = {
-    "NoSuchBucket": (BucketNotFoundError, "create the bucket or correct the URL"),
-    "NoSuchKey": (ObjectNotFoundError, ""),
+_CODES: dict[str, Meaning] = {
     "FileAlreadyExists": (ObjectExistsError, ""),
-    "PreconditionFailed": (ObjectExistsError, ""),
-    # The upload was completed by an earlier try whose answer was lost, or aborted by a lifecycle rule: begin again.
-    "NoSuchUpload": (TransientBackendError, ""),
     # Damaged on the way and refused by the store.
     "InvalidDigest": (TransientBackendError, ""),
-    "IncompleteBody": (TransientBackendError, ""),
-    "AccessDenied": (AccessDeniedError, "check the permissions of these credentials on the bucket"),
     "UserDisable": (AccessDeniedError, "check the account: it may be in arrears"),
     "InvalidAccessKeyId": (AccessDeniedError, _KEYS_HINT),
     "SignatureDoesNotMatch": (AccessDeniedError, _KEYS_HINT),
     "InvalidSecurityToken": (AccessDeniedError, _EXPIRED_HINT),
     "SecurityTokenExpired": (AccessDeniedError, _EXPIRED_HINT),
     "FileImmutable": (AccessDeniedError, "the bucket's retention policy forbids changing this object"),
-    "RequestTimeTooSkewed": (PermanentBackendError, _CLOCK_HINT),
     "InvalidBucketName": (PermanentBackendError, "correct the bucket's name in the URL"),
-    "InvalidObjectState": (PermanentBackendError, "the object is archived: restore it first"),
     "QpsLimitExceeded": (ThrottledError, ""),
     "TotalQpsLimitExceeded": (ThrottledError, ""),
-    "ServiceUnavailable": (ThrottledError, ""),
     "DownloadTrafficRateLimitExceeded": (ThrottledError, ""),
     "UploadTrafficRateLimitExceeded": (ThrottledError, ""),
-    "RequestTimeout": (BackendTimeoutError, ""),
-    "InternalError": (TransientBackendError, ""),
-    "QuotaExceeded": (DiskFullError, "raise the bucket's quota or prune"),
 }
 
-# status -> class, hint; for codes that are not in the table.
-_STATUSES: dict[int, tuple[_Kind, str]] = {
+_STATUSES: dict[int, Meaning] = {
     301: (PermanentBackendError, _ENDPOINT_HINT),
     401: (AccessDeniedError, _KEYS_HINT),
-    403: (AccessDeniedError, "check the credentials and their permissions on the bucket"),
-    404: (ObjectNotFoundError, ""),
-    408: (BackendTimeoutError, ""),
-    412: (ObjectExistsError, ""),
-    429: (ThrottledError, ""),
-    503: (ThrottledError, ""),
 }
+
+classify = AnswerTable(_CODES, _STATUSES)
 
 
 @contextlib.contextmanager
@@ -87,15 +65,6 @@ def oss_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
         raise
     except (ox.OssError, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         raise translate(error, operation, path, endpoint) from error
-
-
-def classify(code: str, status: int) -> tuple[_Kind, str]:
-    """The class of ours, and the hint, for an answer of OSS."""
-    if code in _CODES:
-        return _CODES[code]
-    if status in _STATUSES:
-        return _STATUSES[status]
-    return (TransientBackendError if status >= 500 and status != 501 else PermanentBackendError), ""
 
 
 def translate(error: Exception, operation: str, path: str, endpoint: str) -> CkptmgrError:
@@ -143,13 +112,6 @@ def _from_answer(error: Any, what: str, facts: dict[str, Any]) -> BackendError:
     else:
         text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
     if kind is ThrottledError:
-        facts["retry_after_s"] = _retry_after(error.headers)
+        facts["retry_after_s"] = retry_after_s(error.headers)
     # Support asks for the request id first.
     return kind(text, hint=hint, code=error.code, status=error.status, request_id=error.request_id, **facts)
-
-
-def _retry_after(headers: Any) -> float | None:
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except ValueError:
-        return None

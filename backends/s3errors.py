@@ -11,11 +11,11 @@ from typing import Any
 
 import botocore.exceptions as bc
 
+from ckptmgr.backends.answers import CLOCK_HINT, AnswerTable, Meaning, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
     BackendTimeoutError,
-    BucketNotFoundError,
     CkptmgrError,
     ConfigError,
     DiskFullError,
@@ -26,28 +26,18 @@ from ckptmgr.core.errors import (
     TransientBackendError,
 )
 
-_Kind = type[BackendError]
 _KEYS_HINT = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _EXPIRED_HINT = "renew the session credentials (AWS_SESSION_TOKEN)"
-_CLOCK_HINT = "set this machine's clock (NTP)"
 _REGION_HINT = "set AWS_DEFAULT_REGION to the bucket's region"
 
-# code -> class, hint
-_CODES: dict[str, tuple[_Kind, str]] = {
-    "NoSuchBucket": (BucketNotFoundError, "create the bucket or correct the URL"),
-    "NoSuchKey": (ObjectNotFoundError, ""),
+_CODES: dict[str, Meaning] = {
     "NoSuchVersion": (ObjectNotFoundError, ""),
-    "PreconditionFailed": (ObjectExistsError, ""),
     # Raced with another write of the key: the outcome of the race is not ours to guess.
     "ConditionalRequestConflict": (TransientBackendError, ""),
     "OperationAborted": (TransientBackendError, ""),
-    # The upload was completed by an earlier try whose answer was lost, or aborted by a lifecycle rule: begin again.
-    "NoSuchUpload": (TransientBackendError, ""),
     # Damaged on the way and refused by the store.
     "BadDigest": (TransientBackendError, ""),
     "XAmzContentChecksumMismatch": (TransientBackendError, ""),
-    "IncompleteBody": (TransientBackendError, ""),
-    "AccessDenied": (AccessDeniedError, "check the permissions of these credentials on the bucket"),
     "AllAccessDisabled": (AccessDeniedError, "check the bucket and the account"),
     "AccountProblem": (AccessDeniedError, "check the account"),
     "InvalidAccessKeyId": (AccessDeniedError, _KEYS_HINT),
@@ -57,39 +47,26 @@ _CODES: dict[str, tuple[_Kind, str]] = {
     "ExpiredToken": (AccessDeniedError, _EXPIRED_HINT),
     "ExpiredTokenException": (AccessDeniedError, _EXPIRED_HINT),
     "TokenRefreshRequired": (AccessDeniedError, _EXPIRED_HINT),
-    "RequestTimeTooSkewed": (PermanentBackendError, _CLOCK_HINT),
-    "RequestExpired": (PermanentBackendError, _CLOCK_HINT),
+    "RequestExpired": (PermanentBackendError, CLOCK_HINT),
     "PermanentRedirect": (PermanentBackendError, _REGION_HINT),
     "AuthorizationHeaderMalformed": (PermanentBackendError, _REGION_HINT),
     "IllegalLocationConstraintException": (PermanentBackendError, _REGION_HINT),
-    "InvalidObjectState": (PermanentBackendError, "the object is archived: restore it first"),
     "SlowDown": (ThrottledError, ""),
     "Throttling": (ThrottledError, ""),
     "ThrottlingException": (ThrottledError, ""),
     "RequestLimitExceeded": (ThrottledError, ""),
     "TooManyRequests": (ThrottledError, ""),
     "BandwidthLimitExceeded": (ThrottledError, ""),
-    "ServiceUnavailable": (ThrottledError, ""),
-    "RequestTimeout": (BackendTimeoutError, ""),
-    "InternalError": (TransientBackendError, ""),
-    "QuotaExceeded": (DiskFullError, "raise the bucket's quota or prune"),
     "XMinioStorageFull": (DiskFullError, "the store's disks are full"),
     "InsufficientStorage": (DiskFullError, "the store's disks are full"),
 }
 
-# status -> class, hint; for codes that are not in the table, and for HEAD, whose answers have no body and so no code.
-_STATUSES: dict[int, tuple[_Kind, str]] = {
+_STATUSES: dict[int, Meaning] = {
     301: (PermanentBackendError, _REGION_HINT),
     401: (AccessDeniedError, _KEYS_HINT),
-    # Without permission to list, S3 says 403 for a key that does not exist: it is a refusal, never "not found" (I7).
-    403: (AccessDeniedError, "check the credentials and their permissions on the bucket"),
-    404: (ObjectNotFoundError, ""),
-    408: (BackendTimeoutError, ""),
-    412: (ObjectExistsError, ""),
-    429: (ThrottledError, ""),
-    503: (ThrottledError, ""),
-    507: (DiskFullError, "the store's disks are full"),
 }
+
+classify = AnswerTable(_CODES, _STATUSES)
 
 _WORDS = {
     "put_object": "write",
@@ -124,15 +101,6 @@ def code_of(error: bc.ClientError) -> str:
     """The store's code; "" for a HEAD, whose answer has no body (botocore fills in the status)."""
     code = str(error.response.get("Error", {}).get("Code", ""))
     return "" if code.isdigit() else code
-
-
-def classify(code: str, status: int) -> tuple[_Kind, str]:
-    """The class of ours, and the hint, for an answer of S3."""
-    if code in _CODES:
-        return _CODES[code]
-    if status in _STATUSES:
-        return _STATUSES[status]
-    return (TransientBackendError if status >= 500 and status != 501 else PermanentBackendError), ""
 
 
 def translate(error: Exception, operation: str, path: str, endpoint: str) -> CkptmgrError:
@@ -195,13 +163,5 @@ def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any]) -> Bac
     else:
         text = f"{what}: {code or status}{f': {message}' if message and message != code else ''}"
     if kind is ThrottledError:
-        facts["retry_after_s"] = _retry_after(meta.get("HTTPHeaders", {}))
+        facts["retry_after_s"] = retry_after_s(meta.get("HTTPHeaders", {}))
     return kind(text, hint=hint, code=code, status=status, **facts)
-
-
-def _retry_after(headers: dict[str, str]) -> float | None:
-    """Seconds; the form with a date is not used by any store we know."""
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except ValueError:
-        return None
