@@ -10,7 +10,8 @@ identities and the same raw access, which goes around signatures, faults and ckp
 
     python -m ckptmgr.testing.servers weed --bucket bkt
 
-prints one line of JSON, `{"url", "env", "pid"}`, and serves until SIGTERM, SIGINT, the end of its input, or its parent's end.
+prints one line of JSON, `{"url", "env", "pid"}`, and serves until SIGTERM, SIGINT, the end of its input (`/dev/null` has none), or its
+parent's end.
 """
 
 from __future__ import annotations
