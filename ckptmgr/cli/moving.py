@@ -181,15 +181,9 @@ def _resumed_json(resumed: Resumed | None) -> dict[str, Any]:
 
 def _tier(directory: Path | None) -> LocalTier | None:
     """The local tier at `directory`; None if there is none (yet)."""
-    from ckptmgr.core.errors import CheckpointNotFoundError
     from ckptmgr.run.tier import LocalTier
 
-    if directory is None:
-        return None
-    try:
-        return LocalTier.open(directory)
-    except CheckpointNotFoundError:
-        return None
+    return None if directory is None else LocalTier.find(directory)
 
 
 def _launch(command: list[str], resumed: Resumed | None, run_url: str, local_dir: Path | None) -> int:

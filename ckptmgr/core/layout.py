@@ -25,6 +25,10 @@ MANIFESTS = "manifests"
 PARTS = "parts"
 TAGS = "tags"
 UPLOADS = "uploads"
+# Local tier only: where checkpoints are put for a trainer to read.
+RESUMED = "resumed"
+# The ending of a directory that is still being filled.
+PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.
 PROBE_PREFIX = ".probe-"
 

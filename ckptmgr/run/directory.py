@@ -369,7 +369,7 @@ class RunDirectory:
         for name in self._names(layout.CHECKPOINTS):
             if name in named:
                 continue
-            stem = layout.parse_stem(name.removesuffix(".partial"))
+            stem = layout.parse_stem(name.removesuffix(layout.PARTIAL))
             bare = self._is_bare_folder(f"{layout.CHECKPOINTS}/{name}")
             state: LooseState = "bare" if bare else "foreign" if stem is None else "uncommitted"
             result.append(LooseData(name=name, state=state, stem=stem))
@@ -381,7 +381,7 @@ class RunDirectory:
             layout.PARTS,
             layout.TAGS,
             layout.UPLOADS,
-            "resumed",
+            layout.RESUMED,
         }
         result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
         return result

@@ -69,6 +69,7 @@ def replicate(
         stale_at=utc_stamp() if stale else None,
     )
     try:
+        target.refuse_replaced()
         return drive(steps, perform)
     except CkptmgrError as exc:
         journal.write(replace(entry, state="failed", error=str(exc)))

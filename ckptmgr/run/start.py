@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ckptmgr.core import claims
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.history import History
@@ -62,9 +60,7 @@ def is_superseded(run: RunDirectory, attempt: int) -> bool:
     return max(run.attempts(), default=0) > attempt
 
 
-def joined_attempt(
-    run: RunDirectory, history: History, *, new: bool, claim: Callable[..., AttemptRecord] = claim_attempt
-) -> int:
+def joined_attempt(run: RunDirectory, history: History, *, new: bool) -> int:
     """The attempt that something from outside (`push`, `adopt`) joins: the highest, or a new one that goes on from the newest.
 
     Args:
@@ -73,4 +69,4 @@ def joined_attempt(
     highest = history.highest_attempt
     if highest is not None and not new:
         return highest
-    return claim(run, how="auto", parent=history.newest()).number
+    return claim_attempt(run, how="auto", parent=history.newest()).number

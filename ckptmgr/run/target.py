@@ -18,11 +18,11 @@ from ckptmgr.core.errors import (
     DiskFullError,
     ManifestError,
 )
+from ckptmgr.core.layout import PARTIAL, RESUMED
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import locks
 from ckptmgr.run.driver import file_problem
 from ckptmgr.run.sidecar import Sidecar, read_sidecar, write_sidecar
-from ckptmgr.run.tier import PARTIAL, RESUMED
 
 _KEEP_FREE = 16 << 20
 

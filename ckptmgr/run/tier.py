@@ -20,16 +20,13 @@ from ckptmgr.backends.atomic import (
 from ckptmgr.backends.local import LocalBackend
 from ckptmgr.backends.oserrors import os_errors, translate_os_error
 from ckptmgr.core import layout
-from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError, ManifestError
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConfigError, ConflictError, ManifestError
+from ckptmgr.core.layout import PARTIAL, RESUMED, Stem
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal, UploadEntry
-
-PARTIAL = ".partial"
-RESUMED = "resumed"
 
 
 class LocalTier:
@@ -79,6 +76,14 @@ class LocalTier:
         """
         path = os.path.abspath(directory)
         return cls(RunDirectory.open(path, fs=LocalBackend(), root=path))
+
+    @classmethod
+    def find(cls, directory: str | os.PathLike[str]) -> LocalTier | None:
+        """The tier at `directory`; None if there is none (yet)."""
+        try:
+            return cls.open(directory)
+        except CheckpointNotFoundError:
+            return None
 
     @classmethod
     def open_or_create(cls, directory: str | os.PathLike[str], *, uuid: str) -> LocalTier:

@@ -338,7 +338,7 @@ class CheckpointManager:
         """
         fs, root = open_store(self.url, policy=self._retry, stop=self._stop)
         fs = self._wrap_backend(fs)
-        known = self._known_tier()
+        known = LocalTier.find(self.local_dir)
         if known is None:
             run = RunDirectory.open_or_create(self.url, fs=fs, root=root)
         elif self.url in known.targets():
@@ -347,12 +347,6 @@ class CheckpointManager:
         else:
             run = self._run_of(known, fs, root)
         return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
-
-    def _known_tier(self) -> LocalTier | None:
-        try:
-            return LocalTier.open(self.local_dir) if self.local_dir.is_dir() else None
-        except CheckpointNotFoundError:
-            return None
 
     def _run_of(self, tier: LocalTier, fs: Backend, root: str) -> RunDirectory:
         """The run in the store; a new one would take over what another run left in `tier`."""

@@ -66,7 +66,6 @@ def upload_one(
             return "done"
         logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
         try:
-            run.refuse_replaced()
             outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
         except CkptmgrError:
             raise

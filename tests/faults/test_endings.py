@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import RESUMED, Stem
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.tier import RESUMED, LocalTier
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 
