@@ -10,22 +10,18 @@ for a while slows all of them; what counts are the medians of one call. The last
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-LIMIT = 2.0
+from _report import Limit, finish, interleaved, machine, parser, verdicts
+
 RATIOS = {"help_vs_typer": ("help", "typer"), "ls_vs_typer_fsspec": ("ls", "typer_fsspec")}
+LIMITS = {ratio: Limit(at_most=2.0) for ratio in RATIOS}
 PACKAGES = ("ckptmgr", "typer", "rich", "fsspec", "msgspec")
 CHECKPOINTS = 5
 
@@ -60,15 +56,8 @@ def medians(
     commands: dict[str, list[str]], rounds: int, time_it: Callable[[Sequence[str]], float] = seconds
 ) -> dict[str, float]:
     """Median seconds of each command over `rounds` interleaved rounds, after one round that fills the caches."""
-    times: dict[str, list[float]] = {name: [] for name in commands}
-    names = list(commands)
-    for command in commands.values():
-        time_it(command)
-    for round_number in range(rounds):
-        shift = round_number % len(names)
-        for name in names[shift:] + names[:shift]:
-            times[name].append(time_it(commands[name]))
-    return {name: median(values) for name, values in times.items()}
+    actions = {name: (lambda command=command: time_it(command)) for name, command in commands.items()}
+    return {name: median(times_s) for name, times_s in interleaved(actions, rounds).items()}
 
 
 def ratios(times_s: dict[str, float]) -> dict[str, float]:
@@ -90,19 +79,6 @@ def measure(rounds: int) -> dict[str, float]:
         return medians(commands, rounds)
 
 
-def machine() -> str:
-    """One line: cores, processor, system, Python and the packages whose imports are measured."""
-    try:
-        model = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        model = None
-    packages = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    processor = model[1] if model else platform.machine()
-    return (
-        f"{os.cpu_count()} cores of {processor}, {platform.system()}, CPython {platform.python_version()}, {packages}"
-    )
-
-
 def report(times_s: dict[str, float], rounds: int) -> str:
     """The measurement as a Markdown section."""
     titles = {
@@ -113,7 +89,6 @@ def report(times_s: dict[str, float], rounds: int) -> str:
         "ls": f"`ckptmgr ls`, a local run of {CHECKPOINTS} checkpoints",
     }
     rows = [f"| {titles[name]} | {times_s[name] * 1000:.0f} |" for name in titles]
-    verdicts = [f"`{name}` {value:.2f} (limit {LIMIT:g})" for name, value in ratios(times_s).items()]
     return "\n".join(
         [
             "## Start-up",
@@ -124,45 +99,20 @@ def report(times_s: dict[str, float], rounds: int) -> str:
             "| --- | ---: |",
             *rows,
             "",
-            f"Ratios: {', '.join(verdicts)}.",
+            verdicts(ratios(times_s), LIMITS),
             "",
-            f"{machine()}.",
+            f"{machine(PACKAGES)}.",
             "",
         ]
     )
 
 
-def record(path: Path, section: str) -> None:
-    """Put `section` into the Markdown file at `path`, in place of the section with the same title if there is one."""
-    text = path.read_text() if path.exists() else "# Benchmarks\n\nEach section names the command that wrote it.\n"
-    title = section.splitlines()[0]
-    old = re.search(rf"^{re.escape(title)}\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if old:
-        rest = text[old.end() :]
-        text = text[: old.start()] + section + ("\n" + rest if rest else "")
-    else:
-        text = text.rstrip("\n") + "\n\n" + section
-    path.write_text(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, record; with `--assert`, 1 when a ratio is above its limit."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="timings of each command (15)")
-    parser.add_argument("--assert", dest="asserting", action="store_true", help="fail when a ratio is above its limit")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the result into this Markdown file")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__, rounds=15).parse_args(arguments)
     times_s = measure(options.rounds)
     section = report(times_s, options.rounds)
-    print(section)
-    if options.record:
-        record(options.record, section)
-    above = [name for name, value in ratios(times_s).items() if value > LIMIT]
-    print(json.dumps(ratios(times_s)))
-    if options.asserting and above:
-        print(f"error: above {LIMIT:g}: {', '.join(above)}; python -X importtime tells why", file=sys.stderr)
-        return 1
-    return 0
+    return finish(options, section, ratios(times_s), LIMITS, hint="python -X importtime tells why")
 
 
 if __name__ == "__main__":

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "startup.py"
 TIMES_S = {"pass": 0.02, "typer": 0.1, "help": 0.15, "typer_fsspec": 0.2, "ls": 0.3}
 
-pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="only the tests are here, not the tree")
 
-
-@pytest.fixture(scope="module")
-def startup() -> ModuleType:
+@pytest.fixture
+def startup(bench: Callable[[str], ModuleType]) -> ModuleType:
     """bench/startup.py as a module."""
-    spec = importlib.util.spec_from_file_location("bench_startup", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench("startup")
 
 
 def test_one_real_round_ends_with_the_two_ratios(startup: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,17 +51,3 @@ def test_medians_are_of_interleaved_rounds_after_a_warm_up(startup: ModuleType) 
 
     assert startup.medians({"a": ["a"], "b": ["b"]}, 3, time_it) == {"a": 2.0, "b": 5.0}
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]
-
-
-def test_record_replaces_its_own_section_only(startup: ModuleType, tmp_path: Path) -> None:
-    """A second measurement takes the place of the first; what others recorded stays."""
-    page = tmp_path / "benchmarks.md"
-    startup.record(page, startup.report(TIMES_S, 15))
-    page.write_text(page.read_text() + "\n## Throughput\n\nOf another bench.\n")
-    startup.record(page, startup.report({**TIMES_S, "help": 0.16}, 15))
-    text = page.read_text()
-    assert text.startswith("# Benchmarks\n")
-    assert text.count("## Start-up\n") == 1
-    assert "| `ckptmgr --help` | 160 |" in text
-    assert "| `ckptmgr --help` | 150 |" not in text
-    assert text.endswith("\n\n## Throughput\n\nOf another bench.\n")
