@@ -5,39 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from ckptmgr.backends.base import Backend
-from ckptmgr.backends.wrap import WrappedBackend
 from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.core.checksums import Digester
 from ckptmgr.core.policies import Best, EveryNSteps
 from ckptmgr.demo.model import CharTransformer, Windows, standard_library_text
+from ckptmgr.demo.paced import PacedBackend
 from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training.manager import CheckpointManager
 
-_T = TypeVar("_T")
 _LOG_EVERY = 1
-
-
-class PacedBackend(WrappedBackend):
-    """Takes `seconds` longer for each file it stores, as a slow link would."""
-
-    def __init__(self, inner: Backend, seconds: float) -> None:
-        super().__init__(inner)
-        self._seconds = seconds
-        self._never = threading.Event()
-
-    def _around(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
-        result = call()
-        if verb == "put_file":
-            self._never.wait(self._seconds)
-        return result
 
 
 def main() -> None:
@@ -62,7 +43,7 @@ def main() -> None:
             options.run,
             local_dir=options.local_dir,
             save=EveryNSteps(options.save_every) | Best("eval_loss", mode="min"),
-            wrap_backend=lambda backend: PacedBackend(backend, options.slow) if options.slow else backend,
+            wrap_backend=partial(PacedBackend, seconds=options.slow),
         )
         callbacks.append(SaveModelCallback(manager))
     trainer = Trainer(
