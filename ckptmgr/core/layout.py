@@ -6,6 +6,7 @@
     <run>/manifests/<stem>.json          the commit (or, later, its closing record)
     <run>/tags/<tag>.json                users' names
     <run>/uploads/<stem>.json            local tier only: the upload journal of one save
+    <run>/transfer.json, metrics.jsonl   local tier only: what the uploads are doing, and figures to plot
 
 Numbers are zero-padded, so that LIST order is (attempt, step, seq); nothing sorts unpadded numbers as strings (I4).
 """
@@ -27,6 +28,10 @@ TAGS = "tags"
 UPLOADS = "uploads"
 # Local tier only: where checkpoints are put for a trainer to read.
 RESUMED = "resumed"
+# Local tier only: what the host of the uploads says of itself, and what may be plotted, with the older half of it. Information.
+TRANSFER_FILE = "transfer.json"
+METRICS_FILE = "metrics.jsonl"
+OLD_METRICS_FILE = "metrics.old.jsonl"
 # The ending of a directory that is still being filled.
 PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.

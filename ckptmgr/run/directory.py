@@ -382,6 +382,9 @@ class RunDirectory:
             layout.TAGS,
             layout.UPLOADS,
             layout.RESUMED,
+            layout.TRANSFER_FILE,
+            layout.METRICS_FILE,
+            layout.OLD_METRICS_FILE,
         }
         result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
         return result
