@@ -20,7 +20,7 @@ from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, convert_record, decode_record
 from ckptmgr.core.operations import Record
 
-UploadState = Literal["pending", "uploading", "uploaded", "failed", "dropped"]
+UploadState = Literal["pending", "uploading", "uploaded", "failed", "dropped", "evicted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,8 @@ class UploadEntry:
         stem: the save's name in the local tier.
         remote: its name in the store; another one after gc had closed the first.
         state: `pending` (not begun), `uploading` (begun, maybe interrupted), `uploaded` (the manifest is in the store), `failed` (gave up for
-            now: `error` says why; tried again by the next start or drain), `dropped` (pruned in the store meanwhile).
+            now: `error` says why; tried again by the next start or drain), `dropped` (pruned in the store meanwhile), `evicted` (given up unsent
+            when the queue was full: `error` says why; this entry is all that is left of the save).
         target: URL of the run it goes to.
         source: absolute directory of the files when they are not in the local tier (`ckptmgr push`).
         content: `content_id` of what is being sent: a stem is only taken up again for the same bytes (I2).
@@ -39,6 +40,7 @@ class UploadEntry:
         confirmed: paths that the store holds under `remote`.
         tries: uploads begun.
         error: the last failure, one line.
+        size_bytes: of the save, noted when it is evicted.
     """
 
     stem: Stem
@@ -51,6 +53,7 @@ class UploadEntry:
     confirmed: frozenset[str] = frozenset()
     tries: int = 0
     error: str = ""
+    size_bytes: int = 0
 
     @property
     def is_pending(self) -> bool:
@@ -80,6 +83,7 @@ class _EntryDoc(msgspec.Struct, kw_only=True):
     confirmed: list[str] = []
     tries: int = 0
     error: str = ""
+    size_bytes: int = 0
 
 
 class Journal:
@@ -119,6 +123,7 @@ class Journal:
             confirmed=frozenset(parsed.confirmed),
             tries=parsed.tries,
             error=parsed.error,
+            size_bytes=parsed.size_bytes,
         )
 
     def write(self, entry: UploadEntry) -> None:
@@ -136,6 +141,7 @@ class Journal:
             "confirmed": sorted(entry.confirmed),
             "tries": entry.tries,
             "error": entry.error,
+            "size_bytes": entry.size_bytes,
         }
         path = self._root / layout.upload_key(entry.stem)
         make_dirs_durable(path.parent)

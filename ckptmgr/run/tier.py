@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.backends.atomic import (
@@ -151,6 +152,7 @@ class LocalTier:
             if _is_gone(temp.name.removeprefix(TEMP_PREFIX).partition("-")[0]):
                 temp.unlink(missing_ok=True)
                 removed.append(temp.relative_to(self.root).as_posix())
+        self.take_back()
         committed = {str(stem) for stem in self.run.stems()}
         with contextlib.suppress(FileNotFoundError):
             for path in sorted((self.root / layout.CHECKPOINTS).iterdir()):
@@ -158,8 +160,8 @@ class LocalTier:
                     shutil.rmtree(path)
                     removed.append(path.name)
         for entry in self.journal.entries():
-            # An entry with a source is a push's, whose files lie elsewhere.
-            if str(entry.stem) not in committed and entry.source is None:
+            # An entry with a source is a push's, whose files lie elsewhere; one of an evicted save stays until somebody was told.
+            if str(entry.stem) not in committed and entry.source is None and entry.state != "evicted":
                 self.journal.forget(entry.stem)
         return removed
 
@@ -203,22 +205,73 @@ class LocalTier:
         return {entry.stem for entry in self.journal.entries() if entry.state in ("uploaded", "dropped")}
 
     def remove(self, stem: Stem) -> None:
-        """Remove the local copy of an uploaded checkpoint: manifest first, then data, then its journal."""
+        """Remove the local copy of an uploaded checkpoint: manifest first, then data, then its journal. Nothing, if it is gone already.
+
+        Raises:
+            ConflictError: the store has not confirmed it (I6).
+        """
         entry = self.journal.read(stem)
-        if entry is None or entry.is_pending:
+        if entry is None and not (self.root / layout.manifest_key(stem)).exists():
+            return  # another process of this machine, which frees room as well, was faster
+        if entry is None or entry.state not in ("uploaded", "dropped"):
             raise ConflictError(
                 f"{stem} is not confirmed in the store and stays on disk", hint="drain the uploads first"
             )
         self._erase(stem)
 
+    def evict(self, stem: Stem, *, size_bytes: int, why: str) -> None:
+        """Give up a save that waits, by the queue's drop rule (I6). Its journal's entry stays, with `why`, until `forget_evicted`.
+
+        The entry says so before anything is removed: a kill in between leaves a named drop, or the whole save, which `take_back` queues again.
+        The caller holds the upload lock of the save.
+
+        Raises:
+            ConflictError: it does not wait (any more); nothing was changed.
+            DiskFullError, PermanentBackendError: that it goes could not be noted, so it stays.
+        """
+        entry = self.journal.read(stem) or UploadEntry(stem=stem, remote=stem)
+        if not entry.is_pending:
+            raise ConflictError(f"{stem} does not wait for its upload: it is {entry.state}")
+        self.journal.write(replace(entry, state="evicted", error=why, size_bytes=size_bytes))
+        self._erase_data(stem)
+
+    def evicted(self) -> list[UploadEntry]:
+        """Saves that were given up by the queue's drop rule and not acknowledged yet, oldest first."""
+        return [
+            entry
+            for entry in self.journal.entries()
+            if entry.state == "evicted" and not (self.root / layout.manifest_key(entry.stem)).exists()
+        ]
+
+    def forget_evicted(self, stem: Stem) -> None:
+        """Somebody was told that `stem` was given up: its entry goes."""
+        self.journal.forget(stem)
+
+    def take_back(self) -> list[Stem]:
+        """Queue again what a process was killed over while it gave it up: with its manifest it is still whole. Returns those."""
+        taken = []
+        for entry in self.journal.entries():
+            manifest = self.root / layout.manifest_key(entry.stem)
+            if entry.state != "evicted" or not manifest.exists():
+                continue
+            with locks.exclusive(self.run.uuid, entry.stem, "upload") as free:
+                # Looked at again under the lock: the process that holds it may be about to end what it began.
+                if free and manifest.exists():
+                    self.journal.write(replace(entry, state="pending", error=""))
+                    taken.append(entry.stem)
+        return taken
+
     def _erase(self, stem: Stem) -> None:
+        self._erase_data(stem)
+        self.journal.forget(stem)
+
+    def _erase_data(self, stem: Stem) -> None:
         """Manifest first: a kill, or a failure, in between leaves data without a checkpoint, never a checkpoint without data."""
         manifest = self.root / layout.manifest_key(stem)
         manifest.unlink(missing_ok=True)
         if manifest.parent.is_dir():
             fsync_dir(manifest.parent)
         shutil.rmtree(self.data_dir(stem), ignore_errors=True)
-        self.journal.forget(stem)
 
 
 def _is_gone(pid: str) -> bool:
