@@ -15,6 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from ckptmgr.backends.oserrors import os_errors
+
 Purpose = Literal["read", "upload"]
 
 # Open lock files of this process. A flock belongs to the open file, which a forked DataLoader worker shares: one that outlives a killed
@@ -33,8 +35,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_lock(path: Path) -> int:
-    """Open (and make) a lock file; hand the descriptor to `close_lock` in the end."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Open (and make) a lock file; hand the descriptor to `close_lock` in the end.
+
+    Raises:
+        DiskFullError, AccessDeniedError, PermanentBackendError: it cannot be made.
+    """
+    with os_errors("lock", str(path)):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(fd)
     return fd
 
@@ -50,7 +57,8 @@ def _lock_dir(run_uuid: str) -> Path:
     base = os.environ.get("CKPTMGR_LOCK_DIR") or os.path.join(tempfile.gettempdir(), f"ckptmgr-locks-{os.getuid()}")
     # The name comes from a store: it must not lead out of the folder.
     path = Path(base) / (re.sub(r"[^A-Za-z0-9-]", "_", run_uuid)[:64] or "_")
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os_errors("mkdir", str(path)):
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 
 
