@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ckptmgr.core.units import size_text
+
 
 def say(text: str) -> None:
     """A line for the reader, on stderr."""
@@ -48,14 +50,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def size(number: int) -> str:
-    """`number` bytes for a reader: 512 B, 1.2 MB, 3.45 GB (powers of 1000)."""
-    value, unit = float(number), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 999.5 or unit == "PB":
-            break
-        value /= 1000
-    return f"{number} B" if unit == "B" else f"{value:.3g} {unit}"
+def size(number: float) -> str:
+    """`number` bytes for a reader."""
+    return size_text(number)
 
 
 def when(stamp: str | None) -> str:
