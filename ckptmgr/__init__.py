@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptmgr.core.errors import CkptmgrError
-    from ckptmgr.core.policies import AnyOf, Best, EpochEnded, Evaluated, EveryNEpochs, EveryNSteps, StepEnded, Worst
+    from ckptmgr.core.policies import (
+        AnyOf,
+        Best,
+        EpochEnded,
+        Evaluated,
+        EveryMinutes,
+        EveryNEpochs,
+        EveryNSteps,
+        StepEnded,
+        Worst,
+    )
     from ckptmgr.core.retention import KeepBest, KeepEveryNSteps, KeepLast, KeepWithin, KeepWorst
     from ckptmgr.trainer import Trainer, TrainingArguments
     from ckptmgr.training.manager import CheckpointManager
+    from ckptmgr.training.preemption import Preemption
 
 __version__ = "0.1.0"
 
@@ -26,6 +37,7 @@ _HOMES = {
         "Best",
         "EpochEnded",
         "Evaluated",
+        "EveryMinutes",
         "EveryNEpochs",
         "EveryNSteps",
         "StepEnded",
@@ -34,6 +46,7 @@ _HOMES = {
     "ckptmgr.core.retention": ("KeepBest", "KeepEveryNSteps", "KeepLast", "KeepWithin", "KeepWorst"),
     "ckptmgr.trainer": ("Trainer", "TrainingArguments"),
     "ckptmgr.training.manager": ("CheckpointManager",),
+    "ckptmgr.training.preemption": ("Preemption",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -44,6 +57,7 @@ __all__ = [
     "CkptmgrError",
     "EpochEnded",
     "Evaluated",
+    "EveryMinutes",
     "EveryNEpochs",
     "EveryNSteps",
     "KeepBest",
@@ -51,6 +65,7 @@ __all__ = [
     "KeepLast",
     "KeepWithin",
     "KeepWorst",
+    "Preemption",
     "StepEnded",
     "Trainer",
     "TrainingArguments",

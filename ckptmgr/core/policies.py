@@ -1,6 +1,6 @@
 """When to save: small values that combine with `|`, and read aloud.
 
-    EveryNSteps(500) | EveryNEpochs(1) | Best("eval_loss", mode="min", k=2) | Worst("eval_loss", mode="min", k=1)
+    EveryNSteps(500) | EveryNEpochs(1) | EveryMinutes(30) | Best("eval_loss", mode="min", k=2) | Worst("eval_loss", mode="min", k=1)
 
 A policy is pure: it gets one `Moment` of the training and its memory of the earlier ones, and answers with a `Decision` that holds
 its reasons and the new memory. The memory is a JSON value which the caller keeps and saves with the checkpoint, so the decisions
@@ -36,10 +36,14 @@ class StepEnded:
     Attributes:
         step: optimizer steps finished in the whole run, resumed ones included.
         epoch: epochs gone by, a fraction within one; None when the host does not know.
+        time_s: when, in seconds of a clock that never goes back within a process (`time.monotonic()` less a value taken when the process
+            began to train); None when the host does not know. Only differences within a process count: a moment with a smaller time than
+            the one before it comes from a new process.
     """
 
     step: int
     epoch: float | None = None
+    time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,50 @@ class EveryNEpochs(SavePolicy):
     def decide(self, moment: Moment, memory: Memory) -> Decision:
         due = isinstance(moment, EpochEnded) and moment.epoch > 0 and moment.epoch % self.n == 0
         return Decision(memory=memory, reasons=(f"every_n_epochs:{self.n}",) if due else ())
+
+
+@dataclass(frozen=True, slots=True)
+class EveryMinutes(SavePolicy):
+    """Save at the first step that ends `n` minutes of training, or more, after the last save that this policy asked for.
+
+    It counts from the first step it sees, in seconds of training: a resumed run goes on with the seconds that its checkpoint had waited, and the
+    time between two processes does not count. Saves for other reasons do not put it off. A step without a time counts as nothing.
+    """
+
+    n: float
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.n, (int, float)) and not isinstance(self.n, bool)
+        if not number or not math.isfinite(self.n) or self.n <= 0:
+            raise ConfigError(
+                f"EveryMinutes: n is {self.n!r}", hint="n must be a number of minutes above 0, such as 30"
+            )
+        # 30 and 30.0 are one policy, with one reason and one memory.
+        object.__setattr__(self, "n", float(self.n))
+
+    @property
+    def key(self) -> str:
+        """Where the memory of this policy is, and the reason that it gives."""
+        return f"every_minutes:{self.n:g}"
+
+    def decide(self, moment: Moment, memory: Memory) -> Decision:
+        if not isinstance(moment, StepEnded):
+            return Decision(memory=memory)
+        mine = memory.get(self.key, {})
+        if moment.time_s is None or not math.isfinite(moment.time_s):
+            return self._report_no_time(memory)
+        before = mine.get("at_s", moment.time_s)
+        waited = mine.get("waited_s", 0.0) + max(0.0, moment.time_s - before)
+        due = waited >= self.n * 60.0
+        mine = {**mine, "at_s": moment.time_s, "waited_s": 0.0 if due else waited}
+        return Decision(memory={**memory, self.key: mine}, reasons=(self.key,) if due else ())
+
+    def _report_no_time(self, memory: Memory) -> Decision:
+        mine = memory.get(self.key, {})
+        if mine.get("no_time_reported"):
+            return Decision(memory=memory)
+        notice = f"{self.key} never saves while steps end without a time: hand over StepEnded(step=…, time_s=…)"
+        return Decision(memory={**memory, self.key: {**mine, "no_time_reported": True}}, notices=(notice,))
 
 
 @dataclass(frozen=True, slots=True)

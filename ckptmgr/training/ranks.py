@@ -1,31 +1,84 @@
-"""Which rank this is. No collective is called."""
+"""Which rank this is, and the few things that ranks agree on. Only functions that say so call a collective."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 
 def rank() -> int:
-    """This process's rank: from torch.distributed when it is set up, else from RANK as torchrun sets it, else 0."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    """This process's rank: from torch.distributed when it is set up, else from RANK as torchrun sets it, else 0. No collective."""
+    distributed = _distributed()
+    if distributed is not None:
         return int(distributed.get_rank())
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
 
 
 def world_size() -> int:
-    """How many ranks train; 1 without torch.distributed."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    """How many ranks train; 1 without torch.distributed. No collective."""
+    distributed = _distributed()
+    if distributed is not None:
         return int(distributed.get_world_size())
     value = os.environ.get("WORLD_SIZE", "1")
     return int(value) if value.isdecimal() else 1
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, the one that saves."""
+    """Whether this is rank 0, the one that saves. No collective."""
     return rank() == 0
+
+
+def can_agree() -> bool:
+    """Whether there are other ranks, and torch.distributed is set up to talk to them. No collective."""
+    distributed = _distributed()
+    return distributed is not None and distributed.get_world_size() > 1
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on any rank. A collective if `can_agree`: every rank must call it at the same point.
+
+    On the CPU where the process group has a backend for it (gloo, or `cpu:gloo,cuda:nccl`); else on the group's device, and the call then
+    waits for what is queued there.
+    """
+    if not can_agree():
+        return flag
+    mine = _tensor([int(flag)], "int64")
+    _distributed().all_reduce(mine, op=_distributed().ReduceOp.MAX)
+    return bool(mine.item())
+
+
+def same_on_all_ranks(value: int) -> bool:
+    """Whether `value` is the same everywhere. A collective if `can_agree`, as `any_rank`."""
+    if not can_agree():
+        return True
+    mine = _tensor([value, -value], "int64")
+    _distributed().all_reduce(mine, op=_distributed().ReduceOp.MAX)
+    largest, negated_smallest = mine.tolist()
+    return bool(largest == -negated_smallest)
+
+
+def gather_rows(row: Sequence[float]) -> list[list[float]]:
+    """The `row` of every rank, in the order of ranks, as float64; all of one length. A collective if `can_agree`, as `any_rank`."""
+    if not can_agree():
+        return [list(row)]
+    mine = _tensor(row, "float64")
+    rows = [mine.clone() for _ in range(world_size())]
+    _distributed().all_gather(rows, mine)
+    return [each.tolist() for each in rows]
+
+
+def _distributed() -> Any:
+    """torch.distributed, if it is imported and a process group is set up; torch is not imported for it."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if ready else None
+
+
+def _tensor(values: Sequence[float], dtype: str) -> Any:
+    torch: Any = sys.modules["torch"]
+    # "cpu:gloo,cuda:nccl": the kinds of device, each with its backend.
+    kinds = [pair.partition(":")[0] for pair in _distributed().get_backend_config().split(",")]
+    return torch.tensor(values, dtype=getattr(torch, dtype), device="cpu" if "cpu" in kinds else kinds[0])

@@ -18,6 +18,7 @@ from ckptmgr.core.policies import (
     Decision,
     EpochEnded,
     Evaluated,
+    EveryMinutes,
     EveryNEpochs,
     EveryNSteps,
     Memory,
@@ -65,6 +66,51 @@ def test_every_n_epochs_counts_finished_epochs() -> None:
     moments: list[Moment] = [EpochEnded(step=10 * n, epoch=n) for n in range(1, 6)]
     assert saved(EveryNEpochs(2), moments) == [20, 40]
     assert saved(EveryNEpochs(2), [StepEnded(step=2, epoch=2.0)]) == []
+
+
+def timed(*times: float | None, first: int = 1) -> list[Moment]:
+    """Steps that end at these seconds."""
+    return [StepEnded(step=first + i, time_s=time_s) for i, time_s in enumerate(times)]
+
+
+def test_every_minutes_counts_from_its_last_save() -> None:
+    """The first step that is late enough saves; what it was too late is not made up for."""
+    assert saved(EveryMinutes(1), timed(5, 64.9, 65, 70, 124.9, 131, 190, 191)) == [3, 6, 8]
+    assert saved(EveryMinutes(0.5), timed(0, 29, 30, 200, 229, 230)) == [3, 4, 6]
+    assert decide_all(EveryMinutes(30), timed(0, 1800))[-1].reasons == ("every_minutes:30",)
+
+
+def test_every_minutes_is_not_put_off_by_other_reasons() -> None:
+    """Only saves of its own start the count anew: two policies with a minute each are as one."""
+    policy = EveryNSteps(2) | EveryMinutes(1)
+    reasons = [d.reasons for d in decide_all(policy, timed(0, 30, 60, 90, 120))]
+    assert reasons == [(), ("every_n_steps:2",), ("every_minutes:1",), ("every_n_steps:2",), ("every_minutes:1",)]
+
+
+def test_every_minutes_looks_at_steps_only() -> None:
+    """Evaluations and ends of epochs bring no time, and change nothing."""
+    (first,) = decide_all(EveryMinutes(1), timed(0))
+    others: list[Moment] = [Evaluated(step=1, metrics={}), EpochEnded(step=1, epoch=1)]
+    assert [d.memory for d in decide_all(EveryMinutes(1), others, first.memory)] == [first.memory] * 2
+    assert EveryMinutes(1).decide(timed(60)[0], first.memory).should_save
+
+
+@pytest.mark.parametrize("restart_s", [0.0, 7.5], ids=["new clock", "clock of a slow start"])
+def test_every_minutes_goes_on_after_a_resume(restart_s: float) -> None:
+    """The seconds that had been waited count, the time between two processes does not."""
+    before = decide_all(EveryMinutes(1), timed(100, 140))[-1]
+    memory = json.loads(json.dumps(before.memory))
+    after = timed(restart_s, restart_s + 19.9, restart_s + 20.1, first=3)
+    assert [d.should_save for d in decide_all(EveryMinutes(1), after, memory)] == [False, False, True]
+
+
+def test_every_minutes_without_a_time_says_so_once() -> None:
+    """A policy that never saves must not be silent about it; times that come later count."""
+    decisions = decide_all(EveryMinutes(1), timed(None, None, NAN, 0, None, 60))
+    notices = [notice for decision in decisions for notice in decision.notices]
+    assert len(notices) == 1
+    assert "every_minutes:1 never saves" in notices[0]
+    assert [d.should_save for d in decisions] == [False] * 5 + [True]
 
 
 def test_reasons_are_stable_words() -> None:
@@ -160,6 +206,7 @@ def test_policies_are_values() -> None:
     assert (a | b) | c == a | (b | c) == AnyOf((a, b, c))
     assert a | a == AnyOf((a,))
     assert len({a | b, a | b}) == 1
+    assert EveryMinutes(30) | EveryMinutes(30.0) == AnyOf((EveryMinutes(30),))
     assert (Best("x") | Worst("y", mode="max")).modes() == {"x": "min", "y": "max"}
 
 
@@ -168,6 +215,10 @@ MISTAKES: dict[str, Any] = {
     "a fraction": lambda: EveryNSteps(1.5),  # type: ignore[arg-type]
     "a bool": lambda: EveryNSteps(True),
     "negative epochs": lambda: EveryNEpochs(-1),
+    "no minutes": lambda: EveryMinutes(0),
+    "minutes without end": lambda: EveryMinutes(math.inf),
+    "a bool of minutes": lambda: EveryMinutes(True),
+    "minutes in a string": lambda: EveryMinutes("30"),  # type: ignore[arg-type]
     "no metric": lambda: Best(""),
     "unknown mode": lambda: Best("x", mode="lower"),  # type: ignore[arg-type]
     "no places": lambda: Worst("x", k=0),
