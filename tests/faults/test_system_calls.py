@@ -73,7 +73,7 @@ class Scene:
     def local(self) -> set[Stem]:
         """The checkpoints of the tier; each is whole, and each is in the queue or confirmed in the store."""
         tier = self.tier
-        found = self._whole(tier.run)
+        found = self.whole(tier.run)
         waiting = {manifest.stem for manifest, _ in tier.pending(self.url)}
         assert found <= waiting | tier.uploaded()
         assert tier.uploaded() <= self.remote()
@@ -81,9 +81,10 @@ class Scene:
 
     def remote(self) -> set[Stem]:
         """The checkpoints of the store; each is whole."""
-        return self._whole(self.run)
+        return self.whole(self.run)
 
-    def _whole(self, run: RunDirectory) -> set[Stem]:
+    def whole(self, run: RunDirectory) -> set[Stem]:
+        """The checkpoints of a run directory, each of which must have all its bytes."""
         history = run.history()
         assert history.broken == {}
         for stem in history.manifests:
@@ -93,14 +94,14 @@ class Scene:
             assert found == (self.truth | {NEW: BYTES})[stem], "torn"
         return set(history.manifests)
 
-    def cleaned(self) -> None:
-        """The next start: nothing is left of what was not committed, and what is there is there with its journal."""
+    def cleaned(self, *, named: Sequence[Stem] = ()) -> None:
+        """The next start: what is there is there with its journal, and nothing else is, but for the journals of those `named`."""
         self.tier.clean()
         kept = self.local()
         files = {name for name in contents(self.root) if not name.startswith(("run.json", ".lock", "attempts/"))}
         assert files == {
             *(layout.manifest_key(stem) for stem in kept),
-            *(layout.upload_key(stem) for stem in kept),
+            *(layout.upload_key(stem) for stem in [*kept, *named]),
             *(f"{layout.data_prefix(stem).rstrip('/')}/{name}" for stem in kept for name in FILES),
         }
         assert {path.name for path in (self.root / layout.CHECKPOINTS).glob("*")} == {str(stem) for stem in kept}
@@ -194,6 +195,26 @@ def test_a_removal_killed_at_every_system_call_leaves_it_whole_or_gone(tracer: T
         assert scene.remote() == {victim, other}
         scene.cleaned()
         assert scene.local() == there
+        outcomes.append((ended.said == ["acknowledged"], victim in there))
+    assert outcomes[0] == (False, True)
+    assert outcomes[-1] == (True, False)
+    assert outcomes == sorted(outcomes, key=lambda outcome: not outcome[1])
+
+
+@pytest.mark.parametrize("scene", [3], indirect=True)
+def test_giving_up_a_save_killed_at_every_system_call_names_it_or_keeps_it(tracer: Tracer, scene: Scene) -> None:
+    """The oldest of three makes room (I6): until the next start it is whole or named as given up; if it is whole, it then waits again."""
+    victim, *others = sorted(scene.truth)
+    size = sum(map(len, BYTES.values()))
+    outcomes = []
+    for ended in killed_at_each_call(tracer, scene, scene.job("evict", max_bytes=3 * size, incoming_bytes=size)):
+        there = scene.whole(scene.tier.run)
+        assert there | {victim} == {victim, *others}
+        named = scene.tier.evicted()
+        assert [entry.stem for entry in named] == ([] if victim in there else [victim])
+        assert all(entry.error and entry.size_bytes == size for entry in named)
+        scene.cleaned(named=[entry.stem for entry in named])
+        assert {manifest.stem for manifest, _ in scene.tier.pending(scene.url)} == there
         outcomes.append((ended.said == ["acknowledged"], victim in there))
     assert outcomes[0] == (False, True)
     assert outcomes[-1] == (True, False)

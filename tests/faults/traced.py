@@ -31,6 +31,7 @@ from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier, describe
 from ckptmgr.transfer.drain import drain
+from ckptmgr.transfer.queue import QueueRules, make_room
 
 Job = dict[str, Any]
 
@@ -91,7 +92,16 @@ def _remove(job: Job) -> None:
         tier.remove(Stem.parse(job["stem"]))
 
 
-_DO: dict[str, Callable[[Job], None]] = {"commit": _commit, "drain": _drain, "remove": _remove}
+def _evict(job: Job) -> None:
+    """Make room in a queue of at most `max_bytes` for a save of `incoming_bytes`, by giving up what waits longest."""
+    tier, rules = LocalTier.open(job["tier"]), QueueRules(max_bytes=job["max_bytes"])
+    with _window():
+        room = make_room(tier, job["url"], job["incoming_bytes"], rules)
+    if not room.admitted:
+        raise CkptmgrError(room.why)
+
+
+_DO: dict[str, Callable[[Job], None]] = {"commit": _commit, "drain": _drain, "remove": _remove, "evict": _evict}
 
 
 def _child(job: Job, tell: int) -> None:
@@ -148,6 +158,7 @@ def _rehearse() -> None:
         _commit({"tier": tier, "url": url, "stem": stem, "files": {"a.json": "{}", "b.bin": "b"}})
         _drain({"tier": tier, "url": url})
         _remove({"tier": tier, "stem": stem})
+        _evict({"tier": tier, "url": url, "max_bytes": 1, "incoming_bytes": 1})
 
 
 def main() -> None:
