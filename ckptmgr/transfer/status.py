@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import threading
@@ -384,4 +385,5 @@ def _whole(document: Mapping[str, Any], name: str) -> int:
 
 def _number(document: Mapping[str, Any], name: str) -> float | None:
     value = document.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return float(value) if usable else None
