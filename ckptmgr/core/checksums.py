@@ -17,12 +17,13 @@ from typing import TypeAlias
 import fastcrc
 from blake3 import blake3
 
-_Crc: TypeAlias = Callable[[bytes | bytearray, int], int]
-_crc64xz: Callable[[bytes | memoryview, int], int] = fastcrc.crc64.xz
+# Takes bytes and the CRC of what came before them (0: nothing did); gives the CRC of both.
+CrcFunction: TypeAlias = Callable[[bytes | bytearray | memoryview, int], int]
+_crc64xz: CrcFunction = fastcrc.crc64.xz
 
 
 @cache
-def _crc64nvme() -> _Crc | None:
+def _crc64nvme() -> CrcFunction | None:
     """awscrt's CRC64NVME; None without awscrt. Imported at the first use: it costs as much start-up time as fsspec does."""
     try:
         from awscrt.checksums import crc64nvme
@@ -49,7 +50,10 @@ class Digests:
 
 
 class Digester:
-    """Accumulates all digests of a byte stream in one pass. Not thread-safe; the C code releases the GIL for large blocks."""
+    """Accumulates all digests of a byte stream in one pass. Not thread-safe; the C code releases the GIL for large blocks.
+
+    BLAKE3 is what it costs, 0.2 s per GiB on one core; the two CRCs add 0.04 s each.
+    """
 
     def __init__(self) -> None:
         self._blake3 = blake3()
@@ -59,12 +63,14 @@ class Digester:
         self._size = 0
 
     def update(self, block: bytes | bytearray | memoryview) -> None:
-        """Append `block`; 1-4 MiB blocks are the fastest."""
+        """Append `block`, which is not copied; a memoryview must be one of bytes.
+
+        Some MiB are enough alone. Beside a thread that runs Python, each block may wait for it three times, 5 ms each: there, 32 MiB are better.
+        """
         self._blake3.update(block)
-        # fastcrc takes bytes only; a memoryview is copied once, at memory speed.
-        self._crc64xz = _crc64xz(block if isinstance(block, bytes) else bytes(block), self._crc64xz)
+        self._crc64xz = _crc64xz(block, self._crc64xz)
         if self._nvme is not None:
-            self._crc64nvme = self._nvme(bytes(block) if isinstance(block, memoryview) else block, self._crc64nvme)
+            self._crc64nvme = self._nvme(block, self._crc64nvme)
         self._size += len(block)
 
     def digests(self) -> Digests:
@@ -75,6 +81,11 @@ class Digester:
             crc64xz=f"{self._crc64xz:016x}",
             crc64nvme=None if self._nvme is None else f"{self._crc64nvme:016x}",
         )
+
+
+def crc_function(kind: str) -> CrcFunction | None:
+    """The function of a CRC by its name in `Digests`; None if this machine cannot compute it. Releases the GIL for large blocks."""
+    return _crc64xz if kind == "crc64xz" else _crc64nvme()
 
 
 def digest_bytes(data: bytes) -> Digests:
