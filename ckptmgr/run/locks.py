@@ -91,6 +91,22 @@ def exclusive(run_uuid: str, stem: object, purpose: Purpose) -> Iterator[bool]:
     yield False
 
 
+def is_held(run_uuid: str, stem: object, purpose: Purpose) -> bool:
+    """Whether somebody on this machine holds it alone, just now; to be shown, not to be relied on."""
+    try:
+        fd = os.open(_lock_dir(run_uuid) / f"{stem}.{purpose}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared: two that look at once do not take each other for a holder.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 @contextlib.contextmanager
 def _locked(run_uuid: str, name: str, how: int) -> Iterator[None]:
     path = _lock_dir(run_uuid) / name

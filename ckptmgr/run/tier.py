@@ -29,6 +29,8 @@ from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal, UploadEntry
 
+_HOLD_FILE = ".lock"
+
 
 class LocalTier:
     """A run directory on this machine's disk.
@@ -51,7 +53,7 @@ class LocalTier:
         """
         if self._held is not None:
             return
-        fd = locks.open_lock(self.root / ".lock")
+        fd = locks.open_lock(self.root / _HOLD_FILE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -67,6 +69,12 @@ class LocalTier:
         if self._held is not None:
             locks.close_lock(self._held)
             self._held = None
+
+    @staticmethod
+    def is_at(directory: str | os.PathLike[str]) -> bool:
+        """Whether a local tier is at `directory`, and not a run that somebody keeps on a disk: those look alike otherwise."""
+        path = Path(directory)
+        return (path / layout.RUN_FILE).is_file() and ((path / _HOLD_FILE).exists() or (path / layout.UPLOADS).is_dir())
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> LocalTier:

@@ -385,5 +385,6 @@ def _whole(document: Mapping[str, Any], name: str) -> int:
 
 def _number(document: Mapping[str, Any], name: str) -> float | None:
     value = document.get(name)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    return float(value) if usable else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        return None
+    return float(value)

@@ -33,6 +33,7 @@ OPTIONS = {
     "resume": ["--to", "--local-dir", "--or-start", "--strict", "--replace", "--json"],
     "push": ["--step", "--metric", "--tag", "--new-attempt", "--json"],
     "drain": ["--json"],
+    "status": ["--json"],
     "prune": [
         *("--keep-last", "--keep-best", "--keep-worst", "--keep-every", "--keep-within"),
         *("--all-lineages", "--yes", "--json"),
