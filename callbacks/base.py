@@ -115,6 +115,9 @@ class TrainerControl:
         should_save: save at this step's edge.
         should_evaluate: evaluate at this step's edge.
         should_log: log at this step's edge.
+        should_interrupt: leave at the next edge, between micro-batches and evaluation batches too: what is unfinished is dropped, the last step's
+            edge is saved, and a resumed run repeats the rest. The embedded Trainer sets it by itself on a notice of preemption; Hugging Face's
+            control does not have it.
     """
 
     should_training_stop: bool = False
@@ -122,6 +125,7 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+    should_interrupt: bool = False
 
 
 class Callback:

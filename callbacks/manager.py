@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,10 @@ from ckptmgr.core.errors import CkptmgrError, ConfigError, IncompatibleStateErro
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_FLAGS = (
+    *("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"),
+    "should_interrupt",
+)
 # Once per training, where nothing waits: begin looks at the store and end drains uploads, both take as long as they take.
 _UNHURRIED = {"on_init_end", "on_train_begin", "on_train_end", "on_exception"}
 
@@ -73,6 +76,12 @@ class CallbackManager(Callback):
         return tuple(entry.callback for entry in self._entries)
 
     @property
+    def preemption(self) -> Any:
+        """The `Preemption` of the first callback that has one, for a host that looks at more edges than callbacks see; None without."""
+        found = (getattr(callback, "preemption", None) for callback in self.callbacks)
+        return next((each for each in found if each is not None), None)
+
+    @property
     def failures(self) -> dict[str, int]:
         """How many calls of each callback raised; only those that have any."""
         return {key: entry.failures for key, entry in self._named().items() if entry.failures}
@@ -127,21 +136,36 @@ class CallbackManager(Callback):
 
         Raises:
             Exception: what a critical callback raised; those after it were not called.
+            SystemExit: a hook asks for the end of the process; in `on_train_end`, all others were called before it is raised.
         """
         _fill_alias(arguments, "processing_class", "tokenizer")
+        ending: SystemExit | None = None
         for entry in self._entries:
             # Identity, not equality: a hook before this one may have removed it.
             if any(entry is present for present in self._entries):
-                self._call_one(entry, event, arguments)
+                try:
+                    self._call_one(entry, event, arguments)
+                except SystemExit as error:
+                    # The exit code of a preempted training: it must not cost the others their end.
+                    if event != "on_train_end":
+                        raise
+                    ending = ending or error
+        if ending is not None:
+            raise ending
         return arguments.get("control")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, having: Collection[str] = ()) -> dict[str, Any]:
         """The state of every callback that has any, by name; a second one of a name is `name#2`.
 
         A callback whose `state_dict` raises is logged, counted and left out.
+
+        Args:
+            having: only callbacks with a hook for one of these events; empty: all.
         """
         states = {}
         for key, entry in self._named().items():
+            if having and not any(_hook_of(entry.callback, event) for event in having):
+                continue
             try:
                 state = entry.callback.state_dict() if hasattr(entry.callback, "state_dict") else {}
             except Exception as error:  # noqa: BLE001 - one broken callback must not cost the whole checkpoint

@@ -4,6 +4,9 @@ It is the host that shows what ckptmgr promises, not a framework. One step edge 
 one save carries all reasons and everything that the step changed:
 
     on_step_end → log → evaluate → [end of epoch: on_epoch_end → log → evaluate] → on_save
+
+A preemption ends it at the next edge: between steps, micro-batches or evaluation batches. What is unfinished is taken back, so that the save is
+that of the last step edge, and the resumed run equals the uninterrupted one as after any other save.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,8 +27,10 @@ from ckptmgr.core.errors import ConfigError
 from ckptmgr.training import state as training_state
 from ckptmgr.training.arguments import TrainingArguments
 from ckptmgr.training.data_position import DataPosition
+from ckptmgr.training.edges import EPOCH_HOOKS, EVALUATION_HOOKS, STEP_HOOKS, EdgeMark
 from ckptmgr.training.forward import call_model, split_loss, to_device
-from ckptmgr.training.progress import Progress, RunningLoss
+from ckptmgr.training.interruption import Interrupted, Interruption
+from ckptmgr.training.progress import OpenEdge, Progress, RunningLoss
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.rng import capture_rng, restore_rng
 
@@ -38,11 +43,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What `train` did: the step and epoch it is at, and how many optimizer steps this call ran."""
+    """What `train` did: the step and epoch it is at, how many optimizer steps this call ran, and whether a preemption ended it."""
 
     global_step: int
     epoch: float
     steps_run: int
+    interrupted: bool = False
 
 
 class Trainer:
@@ -50,6 +56,10 @@ class Trainer:
 
     "To the last bit" holds on CPU with deterministic algorithms and the same thread count, for losses and weights, at whatever step edge
     a checkpoint was made. Not thread-safe.
+
+    If a callback has a `preemption`, such as a `SaveModelCallback`, the Trainer looks at it at every edge. An interrupted step or evaluation is
+    taken back: random states, data position, buffers, and the states of callbacks are those of the last edge. So `pieces` of yours must
+    change at the end of steps only, not in a forward pass.
 
     Args:
         model: its forward gives the loss, if there is no `loss_fn`: called as `model(**batch)` for a mapping, `model(*batch)` for a
@@ -105,7 +115,12 @@ class Trainer:
         self._own_pieces = dict(pieces or {})
         self._position = DataPosition(train_dataloader)
         self._losses = RunningLoss(self.device)
+        self._progress = Progress(self.state, self._losses)
         self._evaluated_step = -1
+        self._interruption = Interruption(None, self.control)
+        self._mark: EdgeMark | None = None
+        self._taken_back: EdgeMark | None = None
+        self._moved = False
         self._call("on_init_end")
 
     def pieces(self) -> dict[str, Any]:
@@ -119,9 +134,9 @@ class Trainer:
             "model": getattr(self.model, "_orig_mod", self.model),
             "optimizer": self.optimizer,
             **{name: piece for name, piece in optional.items() if piece is not None},
-            "trainer": Progress(self.state, self._losses),
+            "trainer": self._progress,
             "data": self._position,
-            "callbacks": self.callbacks,
+            "callbacks": self.callbacks if self._taken_back is None else self._taken_back.states(),
             **self._own_pieces,
         }
 
@@ -149,7 +164,7 @@ class Trainer:
         """Train until `max_steps` or the last epoch, or until a callback stops it.
 
         `on_train_end` is called also after an exception or an interruption, which is raised on. Nothing is saved then: between two step edges
-        the state is torn.
+        the state is torn. A preemption is neither: the last step edge is saved, unless it is the one resumed from, and `on_train_end` follows.
 
         Args:
             resume_from: the directory of a checkpoint, as `ckptmgr resume` prints it. After `manager.restore(trainer.pieces())`, and for a
@@ -158,42 +173,40 @@ class Trainer:
         Raises:
             IncompatibleStateError: the checkpoint does not fit.
             ConfigError: the loader is empty.
+            SystemExit: after a preemption, from a callback that knows the exit code.
         """
         resume = Path(resume_from) if resume_from else None
         if resume is not None:
             self.restore(resume)
         first_step = self.state.global_step
         self._plan()
+        self._interruption = Interruption(self.callbacks.preemption, self.control)
+        self._position.waiting = self._interruption.waiting
         try:
             # Before on_train_begin: what its hooks draw, an uninterrupted run has not drawn at this step.
             rng = capture_rng() if first_step else None
             self._call("on_train_begin", resume_from=resume)
-            self._train(rng)
+            if interrupted := self._is_interrupted(rng):
+                self._leave()
         except BaseException as error:
             self._call("on_exception", exception=error)
             raise
         finally:
             self._position.close()
+            self._taken_back = self._mark = None
             self._call("on_train_end")
         return TrainingResult(
-            global_step=self.state.global_step, epoch=self.state.epoch, steps_run=self.state.global_step - first_step
+            global_step=self.state.global_step,
+            epoch=self.state.epoch,
+            steps_run=self.state.global_step - first_step,
+            interrupted=interrupted,
         )
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now; metrics get the prefix `eval_`, are logged, and go to the callbacks."""
         if self.eval_dataloader is None:
             raise ConfigError("there is no eval_dataloader", hint="give one to the Trainer")
-        self._call("on_evaluate_begin")
-        with self._evaluation_mode():
-            found = (
-                self._mean_loss(self.eval_dataloader)
-                if self._eval_fn is None
-                else self._eval_fn(self.model, self.eval_dataloader)
-            )
-        metrics = {name if name.startswith("eval_") else f"eval_{name}": float(value) for name, value in found.items()}
-        self.log(metrics)
-        self._call("on_evaluate", metrics=metrics)
-        return metrics
+        return self._evaluate(self.eval_dataloader)
 
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
         """What the model returns for every batch, in order, without gradient; needs no loss. Hooks get it as `outputs`."""
@@ -224,10 +237,32 @@ class Trainer:
                 self.state.num_train_epochs = math.ceil(args.max_steps / steps_per_epoch)
         else:
             self.state.max_steps = args.num_train_epochs * (steps_per_epoch or 0)
-        self.control.should_training_stop = False
+        self.control.should_training_stop = self.control.should_interrupt = False
+        self._moved = False
+
+    def _is_interrupted(self, rng: Mapping[str, Any] | None) -> bool:
+        """Train; whether a preemption ended it, in which case the trainer is at an edge again."""
+        try:
+            self._train(rng)
+        except Interrupted:
+            return True
+        # Complete in spite of a notice: nothing is left to resume.
+        self.control.should_interrupt = False
+        return False
+
+    def _leave(self) -> None:
+        """Have the last edge saved, if there is anything new in it."""
+        self.control.should_training_stop = True
+        self.control.should_save = False
+        preemption = self._interruption.preemption
+        if not self._moved:
+            _log.warning("interrupted at step %d, where it began: there is nothing new to save", self.state.global_step)
+        elif preemption is None or preemption.save_wanted:
+            self._call("on_save", checkpoint=self.pieces)
 
     def _train(self, rng: Mapping[str, Any] | None) -> None:
-        if self._is_done():
+        open_edge = self._progress.open_edge
+        if self._is_done() and open_edge is None:
             # Not info: a job that exits 0 without a step must be noticed (K001).
             _log.warning("nothing left to do: step %d of %d is done", self.state.global_step, self.state.max_steps)
             return
@@ -240,6 +275,10 @@ class Trainer:
         self._position.warm_up()
         if rng is not None:
             restore_rng(rng)
+        self._interruption.begin(self._position.length)
+        if open_edge is not None:
+            self._finish_open_edge(open_edge)
+            rng = capture_rng()
         while not (self._is_done() or self.control.should_training_stop):
             self._run_epoch(rng)
             rng = None
@@ -252,23 +291,54 @@ class Trainer:
     def _run_epoch(self, rng: Mapping[str, Any] | None) -> None:
         """Run the present epoch, or the rest of it; ends early when a callback or `max_steps` says so."""
         self.control.should_epoch_stop = False
+        self._mark = self._new_mark(EPOCH_HOOKS)
         self._call("on_epoch_begin")
-        self._position.begin(rng)
+        with self._taking_back(), self._interruption.loading():
+            self._position.begin(rng)
         over = False
         while not over:
-            window = self._position.take(self.args.gradient_accumulation_steps)
-            if window:
-                self._run_step(window)
-            elif not self._position.batches:
-                raise ConfigError(
-                    "the train_dataloader gave no batch", hint="check its dataset, batch size and drop_last"
-                )
+            with self._taking_back():
+                window = self._next_window()
+                if window:
+                    self._run_step(window)
+                elif not self._position.batches:
+                    raise ConfigError(
+                        "the train_dataloader gave no batch", hint="check its dataset, batch size and drop_last"
+                    )
             over = self._step_edge(stepped=bool(window))
+            self._mark = self._new_mark()
+
+    def _new_mark(self, hooks: Collection[str] = ()) -> EdgeMark | None:
+        return None if self._interruption.preemption is None else EdgeMark(self.model, self.callbacks, hooks)
+
+    @contextlib.contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """Whatever interrupts in here is as if it had come at the step edge before."""
+        try:
+            yield
+        except Interrupted:
+            if self._mark is not None:
+                self._mark.go_back()
+            self._position.go_back()
+            self.optimizer.zero_grad()
+            self._taken_back = self._mark
+            raise
+
+    def _next_window(self) -> list[Any]:
+        """The micro-batches of the next step; none at the end of the epoch."""
+        if self._mark is not None:
+            self._interruption.leave_if_due()
+        with self._interruption.loading():
+            return self._position.take(self.args.gradient_accumulation_steps)
 
     def _run_step(self, window: list[Any]) -> None:
         """One optimizer step over all micro-batches of `window`."""
         control = self.control
         control.should_save = control.should_evaluate = control.should_log = False
+        cuts = self._interruption.cuts_steps and len(window) > 1
+        if cuts and self._mark is not None:
+            self._mark.mark_callbacks(STEP_HOOKS)
+            self._mark.mark_model()
         self._call("on_step_begin", batch=window[0])
         total = torch.zeros((), device=self.device)
         for index, given in enumerate(window):
@@ -278,9 +348,12 @@ class Trainer:
             total += outputs["loss"] / len(window)
             if index + 1 < len(window):
                 self._call("on_substep_end", batch=batch, outputs=outputs)
+                if cuts and self._mark is not None and self._mark.can_go_back:
+                    self._interruption.leave_if_due()
         self._position.advance(len(window))
         self._optimize()
         self.state.global_step += 1
+        self._moved = True
         self.state.epoch = self._position.epochs
         self._losses.add(total)
         self._set_flags(self.state.global_step, self.args.logging_steps, self.args.eval_steps)
@@ -310,19 +383,41 @@ class Trainer:
 
     def _step_edge(self, *, stepped: bool) -> bool:
         """Everything between two steps, the save last; whether the epoch is over."""
+        # Before anything that takes long, and after the hooks of the step: the last moment at which this step's save is whole.
+        self._interruption.is_due()
         if stepped:
-            self._log_and_evaluate()
+            self._log_and_evaluate("step")
         ended = self._position.exhausted or self.control.should_epoch_stop
         over = ended or self.control.should_training_stop
         if over:
             if ended:
                 self._finish_epoch()
             self._call("on_epoch_end")
-            self._log_and_evaluate()
+            self._log_and_evaluate("epoch")
+        self._save_at_edge()
+        return over
+
+    def _save_at_edge(self) -> None:
+        if self.control.should_interrupt and not self.control.should_training_stop:
+            raise Interrupted
         if self.control.should_save:
             self.control.should_save = False
             self._call("on_save", checkpoint=self.pieces)
-        return over
+
+    def _finish_open_edge(self, edge: OpenEdge) -> None:
+        """Do what the interrupted run had not done of the edge of its last step."""
+        _log.info("evaluating step %d again, which a preemption had cut off", self.state.global_step)
+        control = self.control
+        control.should_log, control.should_evaluate, control.should_save = False, True, edge.save
+        control.should_epoch_stop, control.should_training_stop = edge.epoch_stop, edge.training_stop
+        if edge.exhausted:
+            self._position.end()
+        if edge.stage == "step":
+            self._step_edge(stepped=True)
+        else:
+            self._interruption.is_due()
+            self._log_and_evaluate("epoch")
+            self._save_at_edge()
 
     def _finish_epoch(self) -> None:
         complete = self._position.exhausted
@@ -342,14 +437,49 @@ class Trainer:
         if self._is_done():
             self.control.should_training_stop = True
 
-    def _log_and_evaluate(self) -> None:
+    def _log_and_evaluate(self, stage: Literal["step", "epoch"]) -> None:
         if self.control.should_log:
             self.control.should_log = False
             self.log({"loss": self._losses.take(), "learning_rate": float(self.optimizer.param_groups[0]["lr"])})
         if self.control.should_evaluate:
             self.control.should_evaluate = False
-            self._evaluated_step = self.state.global_step
-            self.evaluate()
+            self._evaluate_at_edge(stage)
+
+    def _evaluate_at_edge(self, stage: Literal["step", "epoch"]) -> None:
+        control = self.control
+        open_edge = OpenEdge(
+            stage=stage,
+            save=control.should_save,
+            epoch_stop=control.should_epoch_stop,
+            training_stop=control.should_training_stop,
+            exhausted=self._position.exhausted,
+        )
+        mark = EdgeMark(self.model, self.callbacks, EVALUATION_HOOKS)
+        try:
+            if control.should_interrupt:
+                raise Interrupted
+            if self.eval_dataloader is None:
+                self.evaluate()
+            else:
+                self._evaluate(self._interruption.watched(self.eval_dataloader, by_others=self._eval_fn is not None))
+        except Interrupted:
+            mark.go_back()
+            self._taken_back = mark
+            self._progress.open_edge = open_edge
+            raise
+        self._evaluated_step = self.state.global_step
+        if self._progress.open_edge is not None:
+            self._progress.open_edge = None
+            self._moved = True
+
+    def _evaluate(self, dataloader: Iterable[Any]) -> dict[str, float]:
+        self._call("on_evaluate_begin")
+        with self._evaluation_mode():
+            found = self._mean_loss(dataloader) if self._eval_fn is None else self._eval_fn(self.model, dataloader)
+        metrics = {name if name.startswith("eval_") else f"eval_{name}": float(value) for name, value in found.items()}
+        self.log(metrics)
+        self._call("on_evaluate", metrics=metrics)
+        return metrics
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """The loss with its graph, and the outputs without."""

@@ -28,9 +28,17 @@ class Manager:
         self.root = root
         self.saves: list[tuple[int, tuple[str, ...]]] = []
         self.calls: list[str] = []
+        self.preemption: Any = None
+        self.should_stop: str | None = None
 
-    def begin(self, *, resume_from: Path | None = None) -> None:
+    def begin(self, *, resume_from: Path | None = None, **facts: Any) -> None:
         self.calls.append(f"begin {resume_from and resume_from.name}")
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def hurry(self, deadline_s: float) -> None:
+        pass
 
     def save(self, step: int, state: Mapping[str, Any], *, reasons: Sequence[str] = (), **facts: Any) -> str:
         self.saves.append((step, tuple(reasons)))
@@ -252,7 +260,7 @@ def test_a_refused_begin_runs_no_step() -> None:
     """I12: the refusal ends the training before it began."""
 
     class Refuses(Manager):
-        def begin(self, *, resume_from: Path | None = None) -> None:
+        def begin(self, *, resume_from: Path | None = None, **facts: Any) -> None:
             raise ConflictError("the run has checkpoints")
 
     trainer = build(ones(3), TrainingArguments(), [SaveModelCallback(Refuses())])

@@ -84,9 +84,17 @@ class Folders:
     saves: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     began: list[Path | None] = field(default_factory=list)
     closed: int = 0
+    preemption: Any = None
+    should_stop: str | None = None
 
-    def begin(self, *, resume_from: Path | None = None) -> None:
+    def begin(self, *, resume_from: Path | None = None, **facts: Any) -> None:
         self.began.append(resume_from)
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def hurry(self, deadline_s: float) -> None:
+        pass
 
     def save(self, step: int, state: Mapping[str, Any], *, reasons: Sequence[str] = (), **facts: Any) -> str:
         training_state.write(training_state.capture(state), self.root / str(step))

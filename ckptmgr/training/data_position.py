@@ -9,7 +9,8 @@ processes, thereby end up where they were. Skipping in the sampler alone would b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,9 +32,13 @@ class DataPosition:
 
     Args:
         loader: a DataLoader, or anything that can be iterated once per epoch.
+
+    Attributes:
+        waiting: makes the context in which the next micro-batch is waited for; may be left by an exception at any moment.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._loader: Any = loader
         self._iterator: Iterator[Any] | None = None
         self._start: Mapping[str, Any] | None = None
@@ -103,7 +108,8 @@ class DataPosition:
         taken: list[Any] = []
         while len(taken) < left and not self._ended:
             try:
-                taken.append(next(self._iterator))
+                with self.waiting():
+                    taken.append(next(self._iterator))
             except StopIteration:
                 self._ended = True
         return taken
@@ -111,6 +117,17 @@ class DataPosition:
     def advance(self, count: int) -> None:
         """Count `count` micro-batches as used."""
         self.batches += count
+
+    def end(self) -> None:
+        """Take up that the epoch has no further batch, which a loader without a length had shown before a resume."""
+        self._ended = True
+
+    def go_back(self) -> None:
+        """Go back to where the last `advance` left it, or to the start of the epoch: what was taken since then is taken again."""
+        if not self.batches and self._start is not None:
+            # The iterator drew its seed and its order from them.
+            self._set_generators(self._start["generators"])
+        self.close()
 
     def finish_epoch(self) -> None:
         """Go to the start of the next epoch."""
@@ -158,7 +175,8 @@ class DataPosition:
         assert self._iterator is not None
         for done in range(count):
             try:
-                next(self._iterator)
+                with self.waiting():
+                    next(self._iterator)
             except StopIteration:
                 raise IncompatibleStateError(
                     f"the loader ended after {done} batches, the checkpoint was made after {count} batches of epoch {self.epoch}",

@@ -108,7 +108,7 @@ class Preemption:
         self.poll_s = poll_s
         self.exit_code = exit_code
         self.repeat_s = repeat_s
-        self._sources = {number: number.name.lower() for number in self.signals}
+        self._sources: dict[int, str] = {number: number.name.lower() for number in self.signals}
         self._installed = False
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}

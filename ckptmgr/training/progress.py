@@ -1,11 +1,11 @@
-"""How far a training is, apart from its data: counters, logs, and the loss since the last log."""
+"""How far a training is, apart from its data: counters, logs, the loss since the last log, and what a step's edge still has to do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -43,17 +43,42 @@ class RunningLoss:
         self._count = state["count"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEdge:
+    """A step's edge whose evaluation a preemption cut off: a resumed run evaluates first, and goes on from there.
+
+    Attributes:
+        stage: which evaluation, that of the `step` or that of the `epoch`.
+        save: whether a save was asked for before it.
+        epoch_stop: whether the end of the epoch was asked for before it.
+        training_stop: whether the end of the training was asked for before it.
+        exhausted: whether the epoch has no further batch.
+    """
+
+    stage: Literal["step", "epoch"]
+    save: bool
+    epoch_stop: bool
+    training_stop: bool
+    exhausted: bool
+
+
 class Progress:
-    """The piece `trainer`: the dataclass of state that callbacks see, and the loss that is not logged yet."""
+    """The piece `trainer`: the dataclass of state that callbacks see, the loss that is not logged yet, and an edge that is not over.
+
+    Attributes:
+        open_edge: what is left of the edge of the present step; None when it is over.
+    """
 
     def __init__(self, state: Any, losses: RunningLoss) -> None:
+        self.open_edge: OpenEdge | None = None
         self._state = state
         self._losses = losses
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
         facts = {name: value for name, value in asdict(self._state).items() if name not in _NOT_RESUMED}
-        return {"state": facts, "losses": self._losses.state_dict()}
+        open_edge = None if self.open_edge is None else asdict(self.open_edge)
+        return {"state": facts, "losses": self._losses.state_dict(), "open_edge": open_edge}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Set what was saved, except what belongs to this process and its arguments."""
@@ -62,3 +87,6 @@ class Progress:
             if hasattr(self._state, name) and name not in _NOT_RESUMED:
                 setattr(self._state, name, value)
         self._losses.load_state_dict(saved["losses"])
+        # Absent in checkpoints of 0.1.
+        open_edge = saved.get("open_edge")
+        self.open_edge = None if open_edge is None else OpenEdge(**open_edge)

@@ -1,0 +1,88 @@
+"""The way back to the last step edge, from the middle of a step or of an evaluation that a preemption cuts off."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ckptmgr.training.rng import RngMark
+
+_log = logging.getLogger(__name__)
+
+# Hooks that run between two edges: what they do to their callback's state must not get into the save of the edge before.
+EPOCH_HOOKS = ("on_epoch_begin", "on_step_begin", "on_substep_end")
+STEP_HOOKS = ("on_step_begin", "on_substep_end")
+EVALUATION_HOOKS = ("on_evaluate_begin", "on_prediction_step")
+
+
+class Callbacks(Protocol):
+    """What is needed of a `CallbackManager`."""
+
+    def state_dict(self, *, having: Collection[str] = ()) -> dict[str, Any]:
+        """The states by name, of those callbacks that have a hook for one of the events `having`; of all, if there are none."""
+
+
+class EdgeMark:
+    """What may change between a step edge and the next one, as it is at this moment.
+
+    Made at an edge. Weights and the optimizer need no mark: they change at the end of a step only. The random states are a few kB; of callbacks
+    only those are asked that have a state and a hook which runs before the next edge, and buffers are copied for `mark_model` alone.
+
+    Args:
+        model: the model.
+        callbacks: for the states of those with a hook for one of the events `hooks`.
+        hooks: the hooks that may run before this mark is used.
+    """
+
+    def __init__(self, model: torch.nn.Module, callbacks: Callbacks, hooks: Collection[str] = ()) -> None:
+        self._model = model
+        self._callbacks = callbacks
+        self._hooks = frozenset(hooks)
+        self._rng = RngMark()
+        self._states = self._copy_states() if hooks else {}
+        self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._versions: list[int] = []
+
+    def mark_model(self) -> None:
+        """Mark the persistent buffers too, as before the first forward pass of several: BatchNorm's statistics move with each."""
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        self._versions = [parameter._version for parameter in self._model.parameters()]
+
+    def mark_callbacks(self, hooks: Collection[str]) -> None:
+        """Mark the states of callbacks as they are now, unless the hooks are among those that this mark was made for."""
+        if not self._hooks.issuperset(hooks):
+            self._hooks = frozenset(hooks)
+            self._states = self._copy_states()
+
+    @property
+    def can_go_back(self) -> bool:
+        """False once the model has changed its own parameters in a forward pass: those were not copied."""
+        return not self._versions or self._versions == [parameter._version for parameter in self._model.parameters()]
+
+    def go_back(self) -> None:
+        """Put the random states and the buffers back."""
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer
+        self._rng.go_back()
+
+    def states(self) -> dict[str, Any]:
+        """The states of all callbacks: of the marked ones as they were, of the others as they are."""
+        return {**self._callbacks.state_dict(), **self._states}
+
+    def _copy_states(self) -> Mapping[str, Any]:
+        try:
+            return copy.deepcopy(self._callbacks.state_dict(having=self._hooks))
+        except Exception as error:  # noqa: BLE001 - the state of a callback is other people's code
+            _log.debug("the states of callbacks cannot be marked, they are saved as they will be: %r", error)
+            return {}
