@@ -6,8 +6,9 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -23,39 +24,25 @@ from ckptmgr.core.errors import (
     NotCommittedError,
 )
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.policies import Memory, Moment, SavePolicy
+from ckptmgr.core.policies import Memory, Moment, SavePolicy, StepEnded
 from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.ranks import is_main_process
+from ckptmgr.training.report import CloseReport, ManagerStatus
 from ckptmgr.training.restoring import MEMORY, Restored, load, rewound_by_command
-from ckptmgr.training.session import Parent, Retention, Session, begin_session, parent_of
-from ckptmgr.transfer.uploader import UploadStatus
+from ckptmgr.training.saving import Facts, Saver
+from ckptmgr.training.session import Parent, Session, Settings, begin_session, parent_of, warn_of_shortage
+from ckptmgr.transfer.alarm import FailureBudget
+from ckptmgr.transfer.queue import EMERGENCIES, QueueRules
+from ckptmgr.transfer.status import UploadStatus
+from ckptmgr.transfer.tidying import Retention
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerStatus:
-    """One look at a manager: the run, the attempt, saves that failed with the last reason, and the uploads."""
-
-    run: str
-    local_dir: str
-    attempt: int | None
-    superseded: bool
-    save_failures: int
-    last_save_error: str
-    uploads: UploadStatus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseReport:
-    """What `close` left behind: `pending` ids stay in the local tier and are uploaded by the next start; `errors` say why."""
-
-    pending: tuple[str, ...] = ()
-    errors: tuple[CkptmgrError, ...] = ()
+TRANSFER_ENV = "CKPTMGR_TRANSFER"
 
 
 class CheckpointManager:
@@ -63,6 +50,9 @@ class CheckpointManager:
 
     Nothing is touched before the first call that needs it. `save` and `begin` do nothing on ranks other than 0, and use no
     collective (I11). Use it as a context manager, or call `close`: it waits for the uploads.
+
+    A save costs the training thread one copy into host memory; a thread writes and commits it locally, and a process of its own uploads it. That
+    process outlives the trainer, however it dies, for `linger_s`.
 
     Args:
         url: the run, `s3://bucket/exp/run`, `oss://…`, or a directory.
@@ -72,10 +62,21 @@ class CheckpointManager:
         keep: what retention keeps in the store, applied after each commit; None keeps everything.
         keep_local: what to keep of uploaded checkpoints in the local tier.
         on_existing: what a start without restore does on a run that has commits: `refuse` (ConflictError), or `new-lineage`.
-        on_save_error: what a save that fails does: `log` it, count it in `status()` and let training go on (I9), or `raise`.
+        on_save_error: what a save that fails does: `log` it, count it in `status()` and let training go on (I9), or `raise`: it, or the next save
+            after one that failed in the background.
+        queue: how much may wait for the store, and what a full disk, queue or writer means; see `QueueRules`.
+        failures: when uploads have failed for so long that it must be said again, or training should stop; see `FailureBudget`.
+        preemption: what tells that this machine is about to go. A plain loop gives one and looks at `should_save` and `should_stop` at each step;
+            `SaveModelCallback` makes its own if there is none.
+        strict: a program whose saves are not all in the store in the end exits with 6.
+        transfer: where uploads run: in a `process` of their own, or in a `thread` of this one; by default CKPTMGR_TRANSFER, else `process`.
+        linger_s: how long the transfer process goes on when this one is gone; 0: not at all.
         close_timeout_s: how long `close` waits for uploads; so does the end of a program that does not call it.
         retry: how patient an upload is with the store.
-        wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults.
+        retry_after_s: how long an upload that was given up waits for another try, unless something new is saved.
+        wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults. A lambda, or a class of the main module,
+            keeps uploads in this process.
+        prometheus: a file to keep current for Prometheus' textfile collector, besides `metrics.jsonl` in the local tier.
     """
 
     def __init__(
@@ -88,27 +89,47 @@ class CheckpointManager:
         keep_local: RetentionRule = KeepLast(1),  # noqa: B008 - frozen value
         on_existing: Literal["refuse", "new-lineage"] = "refuse",
         on_save_error: Literal["log", "raise"] = "log",
+        queue: QueueRules = QueueRules(),  # noqa: B008 - frozen value
+        failures: FailureBudget = FailureBudget(),  # noqa: B008 - frozen value
+        preemption: Preemption | None = None,
+        strict: bool = False,
+        transfer: Literal["process", "thread"] | None = None,
+        linger_s: float = 300.0,
         close_timeout_s: float = 600.0,
         retry: RetryPolicy = PATIENT,
-        wrap_backend: Callable[[Backend], Backend] = lambda backend: backend,
+        retry_after_s: float = 30.0,
+        wrap_backend: Callable[[Backend], Backend] | None = None,
+        prometheus: str | os.PathLike[str] | None = None,
     ) -> None:
-        if on_existing not in ("refuse", "new-lineage"):
-            raise ConfigError(f"on_existing={on_existing!r} is not known", hint="use 'refuse' or 'new-lineage'")
-        if on_save_error not in ("log", "raise"):
-            raise ConfigError(f"on_save_error={on_save_error!r} is not known", hint="use 'log' or 'raise'")
+        host: str = transfer or os.environ.get(TRANSFER_ENV) or "process"
+        _refuse_other("on_existing", on_existing, "refuse", "new-lineage")
+        _refuse_other("on_save_error", on_save_error, "log", "raise")
+        _refuse_other("transfer", host, "process", "thread")
         self.url = normalize_url(url)
         name = self.url.rsplit("/", 1)[-1]
         self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
         self._refuse_one_place()
         self.save_policy = save
-        self._retention = Retention(store=keep, local=keep_local)
+        self.preemption = preemption
+        self.strict = strict
+        self._settings = Settings(
+            retention=Retention(store=keep, local=keep_local),
+            queue=queue,
+            failures=failures,
+            in_process=host == "thread",
+            linger_s=linger_s,
+            pause_s=retry_after_s,
+            close_timeout_s=close_timeout_s,
+            strict=strict,
+            retry=retry,
+            wrap_backend=wrap_backend,
+            prometheus=None if prometheus is None else Path(os.path.abspath(prometheus)),
+        )
         self._on_existing = on_existing
         self._on_save_error = on_save_error
         self._save_failures = 0
         self._last_save_error = ""
-        self._close_timeout_s = close_timeout_s
-        self._retry = retry
-        self._wrap_backend = wrap_backend
+        self._unraised: CkptmgrError | None = None
         self._stop = threading.Event()
         self._parent = Parent()
         self._session: Session | None = None
@@ -185,11 +206,13 @@ class CheckpointManager:
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, resume_from: Path | None = None) -> None:
+    def begin(self, *, resume_from: Path | None = None, expected_bytes: int | None = None) -> None:
         """Claim an attempt of the run, and start draining what earlier processes left. Called by the first save if not before.
 
         Args:
-            resume_from: the directory that training resumed from, made by `ckptmgr resume` or `resume_path`.
+            resume_from: the directory that training resumed from, made by `ckptmgr resume` or `resume_path`; or a trainer's own, which counts if a
+                checkpoint of the run holds the same bytes.
+            expected_bytes: about what one checkpoint will take; a disk or a memory that is too small for it is warned about.
 
         Raises:
             ConflictError: the run has commits and nothing of it was restored (I12), another process uses the local tier, or that is another
@@ -206,26 +229,50 @@ class CheckpointManager:
             tier,
             self._parent,
             new_lineage=self._on_existing == "new-lineage",
-            retention=self._retention,
+            settings=self._settings,
             stop=self._stop,
-            exit_timeout_s=self._close_timeout_s,
+            failed=self._note_failure,
+            expected_bytes=expected_bytes,
         )
 
-    def should_save(self, moment: Moment) -> tuple[str, ...]:
-        """Why to save now, by the save policy; empty if not. For a plain loop; trainers use `SaveModelCallback`.
+    @property
+    def is_restored(self) -> bool:
+        """Whether `restore` or `resume_path` of this manager has brought a checkpoint."""
+        return self._parent.restored
 
-        What the policy remembers is saved and restored with the state, so that a resumed loop decides as an uninterrupted one.
+    def should_save(self, moment: Moment) -> tuple[str, ...]:
+        """Why to save now, by the save policy, or because this machine is about to go; empty if not. For a plain loop; trainers use
+        `SaveModelCallback`.
+
+        What the policy remembers is saved and restored with the state, so that a resumed loop decides as an uninterrupted one. With a `preemption`
+        and several ranks, call it on all of them: they agree here.
 
         Args:
             moment: `StepEnded(step=…)`, `Evaluated(step=…, metrics=…)` or `EpochEnded(step=…, epoch=…)`.
         """
+        urgent = self._urgent_reason() if isinstance(moment, StepEnded) else ()
         if self.save_policy is None:
-            return ()
+            return urgent
+        if isinstance(moment, StepEnded) and moment.time_s is None:
+            moment = replace(moment, time_s=time.monotonic())
         decision = self.save_policy.decide(moment, self._memory)
         self._memory = decision.memory
         for notice in decision.notices:
             logger.warning("%s", notice)
-        return decision.reasons
+        return (*decision.reasons, *urgent)
+
+    def _urgent_reason(self) -> tuple[str, ...]:
+        notice = None if self.preemption is None else self.preemption.agreed()
+        return () if notice is None or self.preemption is None or not self.preemption.save_wanted else (notice.source,)
+
+    @property
+    def should_stop(self) -> str | None:
+        """Why training should end after this step: this machine is about to go, or uploads have failed for too long (`failures`); None if it
+        should not."""
+        notice = None if self.preemption is None else self.preemption.notice
+        if notice is not None:
+            return notice.source
+        return None if self._session is None else self._session.why_stop()
 
     def save(
         self,
@@ -236,47 +283,139 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         reasons: Sequence[str] = (),
         metric_modes: Mapping[str, str] | None = None,
+        wait: bool = False,
     ) -> str | None:
-        """Commit `state` to the local tier and queue its upload.
+        """Save `state`: copied before this returns, committed to the local tier and uploaded in the background.
 
-        Blocks for the copy, the write and the fsync. A failure (a full disk, say) leaves nothing behind but the error; earlier checkpoints
-        are untouched, and training goes on unless `on_save_error="raise"`.
+        Blocks for the copy, and, when the save before it is still being written, for that (`QueueRules.when_busy`). A save that fails later (a full
+        disk, say) leaves nothing behind but the error, logged and counted; earlier checkpoints are untouched, and training goes on.
 
         Args:
             step: the optimizer step.
             state: name -> object with `state_dict`, or a plain tree of tensors and values; one file each. The random states are added.
-            reasons: why; `requested` if none.
+            reasons: why; `requested` if none. One of a preemption (`sigterm`, …) makes it an emergency: it is waited for, and uploaded first.
+            wait: return after the local commit.
 
         Returns:
-            The id; None if nothing was saved: on ranks other than 0, and after a failure that was logged.
+            The id that the checkpoint has or will have; None if nothing is saved: on ranks other than 0, when it was skipped, and after a failure
+            that was logged.
 
         Raises:
             ConflictError: see `begin`; the manager is closed.
             BackendError: `begin` could not ask the store.
             ConfigError: `state` holds something that cannot be saved: a mistake in the program.
-            CkptmgrError: with `on_save_error="raise"`, nothing was saved.
+            CkptmgrError: with `on_save_error="raise"`, this save failed, or one before it did in the background.
         """
+        if self._memory:
+            state = {**state, MEMORY: dict(self._memory)}
+        facts = self._facts(step, epoch, metrics, reasons, metric_modes)
+        return self._save(facts, lambda saver, urgent: saver.save(state, facts, urgent=urgent), wait=wait)
+
+    def take(
+        self,
+        step: int,
+        directory: str | os.PathLike[str],
+        *,
+        epoch: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        reasons: Sequence[str] = (),
+        metric_modes: Mapping[str, str] | None = None,
+        framework: Mapping[str, str] | None = None,
+        final: bool = True,
+        wait: bool = False,
+    ) -> str | None:
+        """As `save`, for files that a framework has written to `directory`: linked before this returns, so that they may be removed at once.
+
+        Args:
+            final: the framework never writes to these files again; False: they are copied.
+            framework: what wrote them, for the manifest: `{"framework": "transformers", "transformers": "5.24.0"}`.
+        """
+        facts = self._facts(step, epoch, metrics, reasons, metric_modes, framework)
+        path = Path(os.path.abspath(directory))
+        return self._save(facts, lambda saver, urgent: saver.take(path, facts, final=final, urgent=urgent), wait=wait)
+
+    def _facts(
+        self,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, float] | None,
+        reasons: Sequence[str],
+        metric_modes: Mapping[str, str] | None,
+        framework: Mapping[str, str] | None = None,
+    ) -> Facts:
+        return Facts(
+            step=step,
+            epoch=epoch,
+            metrics=metrics or {},
+            reasons=reasons or ("requested",),
+            metric_modes=self._modes() if metric_modes is None else metric_modes,
+            framework=framework or {},
+        )
+
+    def _save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
+        """Begin a save, and wait for it if it must not be lost with the next moment."""
         if not is_main_process():
             return None
         self.begin()
         if self._session is None or self._closed:
             raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
+        self._raise_late()
+        urgent = not EMERGENCIES.isdisjoint(facts.reasons)
+        if urgent:
+            self.hurry()
         try:
-            return self._session.save(
-                step,
-                {**state, MEMORY: dict(self._memory)} if self._memory else state,
-                epoch=epoch,
-                metrics=metrics or {},
-                reasons=reasons or ("requested",),
-                metric_modes=self._modes() if metric_modes is None else metric_modes,
-            )
+            saved = begin_to(self._session.saver, urgent)
         except CkptmgrError as exc:
-            self._save_failures += 1
-            self._last_save_error = str(exc)
-            if self._on_save_error == "raise" or isinstance(exc, ConfigError):
+            if isinstance(exc, ConfigError):
+                self._save_failures += 1
+                self._last_save_error = str(exc)
                 raise
-            logger.error("step %d was not saved (failure %d), training goes on: %s", step, self._save_failures, exc)
+            self._note_failure(facts.step, exc)
+            self._raise_late()
             return None
+        if wait or urgent:
+            failures = self._save_failures
+            self._session.saver.wait()
+            self._raise_late()
+            return saved if self._save_failures == failures else None
+        return saved
+
+    def _note_failure(self, step: int, error: CkptmgrError) -> None:
+        """A save failed, in the training thread or in the writer."""
+        self._save_failures += 1
+        self._last_save_error = str(error)
+        if self._on_save_error == "raise":
+            self._unraised = error
+        else:
+            logger.error("step %d was not saved (failure %d), training goes on: %s", step, self._save_failures, error)
+
+    def _raise_late(self) -> None:
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Get the buffers for saves of `state` ready in the background, so that the first save, too, costs no more than a copy; warns when the
+        memory or the disk is too small. Call it once the optimizer has its state."""
+        if self._session is not None and not self._closed:
+            needed = self._session.saver.reserve(state)
+            warn_of_shortage(self._session.tier, needed, self._settings.queue)
+
+    def wait_saved(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything saved so far is committed locally, or has failed; False if that takes longer than `timeout_s`."""
+        return True if self._session is None else self._session.saver.wait(timeout_s)
+
+    def hurry(self, deadline_s: float | None = None) -> None:
+        """This machine is about to go: uploads take the newest save first, an older one under way gives way, and nothing is cleaned up.
+
+        Args:
+            deadline_s: seconds left; for the log.
+        """
+        if self._session is not None:
+            if deadline_s is not None:
+                logger.info("uploads hurry: %.0f s are left", deadline_s)
+            self._session.saver.hurry()
+            self._session.uploader.hurry()
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -293,40 +432,73 @@ class CheckpointManager:
             local_dir=str(self.local_dir),
             attempt=None if session is None else session.attempt,
             superseded=session is not None and session.superseded,
+            saved=0 if session is None else session.saved_count,
+            skipped=0 if session is None else session.skipped_count,
             save_failures=self._save_failures,
             last_save_error=self._last_save_error,
             uploads=UploadStatus() if session is None else session.uploader.status(),
         )
 
     def poll_errors(self) -> Sequence[CkptmgrError]:
-        """What went wrong in the background since this was last called."""
+        """What went wrong in the background since this was last called; it is logged already."""
         return [] if self._session is None else self._session.uploader.poll_errors()
 
     def close(self, timeout_s: float | None = None) -> CloseReport:
-        """Wait for pending uploads, then stop. Safe to call twice; logs nothing: the caller says what is left.
+        """Finish the save under way and the uploads, then stop. Safe to call twice.
+
+        Out of time, what is left is named in the report, stays in the local tier, and is gone on with by the transfer process for `linger_s`.
+        KeyboardInterrupt ends the waiting, and the transfer process.
 
         Args:
             timeout_s: seconds to wait; None for `close_timeout_s`.
+
+        Raises:
+            CkptmgrError: with `on_save_error="raise"`, a save failed in the background; everything is closed.
         """
-        if self._session is None or self._closed:
+        session = self._session
+        if session is None or self._closed:
             return CloseReport()
         self._closed = True
-        pending = self._session.close(self._close_timeout_s if timeout_s is None else timeout_s)
-        errors = tuple(self._session.uploader.poll_errors())
-        return CloseReport(pending=tuple(str(stem) for stem in pending), errors=errors)
+        pending = session.close(self._settings.close_timeout_s if timeout_s is None else timeout_s)
+        uploads = session.uploader.tally.progress("")
+        report = CloseReport(
+            pending=tuple(str(stem) for stem in pending),
+            errors=tuple(session.uploader.poll_errors()),
+            saved=session.saved_count,
+            committed=uploads.committed,
+            skipped=session.skipped_count,
+            dropped=uploads.dropped,
+            save_failures=self._save_failures,
+            upload_failures=uploads.failures,
+        )
+        logger.log(logging.WARNING if report.exit_code else logging.INFO, "%s closed: %s", self.url, report)
+        self._raise_late()
+        return report
 
     def __enter__(self) -> CheckpointManager:  # noqa: PYI034 - typing.Self needs Python 3.11
+        if self.preemption is not None:
+            self.preemption.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        report = self.close()
-        for problem in report.errors:
-            logger.error("%s", problem)
+        preempted = self.preemption is not None and self.preemption.notice is not None
+        limit_s = self._settings.close_timeout_s
+        if self.preemption is not None:
+            limit_s = min(limit_s, max(0.0, self.preemption.remaining_s()))
+        try:
+            report = self.close(limit_s)
+        finally:
+            if self.preemption is not None:
+                self.preemption.uninstall()
         if report.pending:
             left = ", ".join(report.pending)
             logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
+        if kind is None and self.preemption is not None and preempted:
+            raise SystemExit(self.preemption.exit_code)
+        if kind is None and self.strict and report.exit_code:
+            raise SystemExit(report.exit_code)
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -336,8 +508,9 @@ class CheckpointManager:
         Raises:
             ConflictError: the local directory is another run's; nothing was made (K100).
         """
-        fs, root = open_store(self.url, policy=self._retry, stop=self._stop)
-        fs = self._wrap_backend(fs)
+        fs, root = open_store(self.url, policy=self._settings.retry, stop=self._stop)
+        if self._settings.wrap_backend is not None:
+            fs = self._settings.wrap_backend(fs)
         known = LocalTier.find(self.local_dir)
         if known is None:
             run = RunDirectory.open_or_create(self.url, fs=fs, root=root)
@@ -371,6 +544,11 @@ class CheckpointManager:
 
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
+
+
+def _refuse_other(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)))
 
 
 def _parent(resumed: Resumed) -> Parent:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import logging
-import platform
+import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ckptmgr.core.errors import CheckpointNotFoundError
+from ckptmgr.backends.base import Backend
+from ckptmgr.backends.retry import RetryPolicy
+from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError
+from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, parse_stem
-from ckptmgr.core.manifest import FileEntry, How, Manifest
-from ckptmgr.core.retention import RetentionRule
-from ckptmgr.run import prune
+from ckptmgr.core.manifest import How
+from ckptmgr.run.ancestry import identify
 from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
+from ckptmgr.run.identity import host_name
 from ckptmgr.run.sidecar import read_sidecar
-from ckptmgr.run.start import claim_attempt, is_superseded, refuse_unrestored
+from ckptmgr.run.start import claim_attempt, refuse_unrestored
 from ckptmgr.run.tier import LocalTier, next_seq
-from ckptmgr.training import state as training_state
-from ckptmgr.training.ranks import world_size
+from ckptmgr.training.ranks import rank
+from ckptmgr.training.saving import Saved, Saver, Watcher
+from ckptmgr.training.staging import available_memory_bytes
+from ckptmgr.transfer.alarm import Alarm, FailureBudget
+from ckptmgr.transfer.messages import Committed, Event, Failed, Task
+from ckptmgr.transfer.metrics import MetricsLog
+from ckptmgr.transfer.queue import QueueRules, Room, shortage
+from ckptmgr.transfer.tidying import Retention, Tidying
 from ckptmgr.transfer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
@@ -45,11 +51,20 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """What stays: `store` after each commit (None: everything), `local` of what is uploaded."""
+class Settings:
+    """How an attempt saves and uploads; see `CheckpointManager`."""
 
-    store: RetentionRule | None
-    local: RetentionRule
+    retention: Retention
+    queue: QueueRules
+    failures: FailureBudget
+    in_process: bool
+    linger_s: float
+    pause_s: float
+    close_timeout_s: float
+    strict: bool
+    retry: RetryPolicy
+    wrap_backend: Callable[[Backend], Backend] | None
+    prometheus: Path | None
 
 
 def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
@@ -60,16 +75,28 @@ def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     try:
         sidecar = read_sidecar(directory)
     except CheckpointNotFoundError:
-        logger.warning("%s has no manifest beside it: it does not count as a checkpoint of %s", directory, run.url)
-        return Parent()
+        return _identified(directory, run, tier)
     if sidecar.manifest.run_uuid != run.uuid:
         logger.warning("%s is checkpoint %s of another run", directory, sidecar.manifest.id)
         return Parent()
     return Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
 
 
-class Session:
-    """A claimed attempt with its local tier and its uploader. Made by `begin_session`."""
+def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
+    """A trainer's own directory, such as `output_dir/checkpoint-500`: it counts if a checkpoint of the run has the same bytes."""
+    stem = identify(directory, run, merged(*look(run, tier)))
+    if stem is None:
+        logger.warning("%s is not a checkpoint of %s, as far as its files say", directory, run.url)
+        return Parent()
+    return Parent(stem=stem, restored=True)
+
+
+class Session(Watcher):
+    """A claimed attempt with its local tier, its writer and its uploader. Made by `begin_session`.
+
+    Attributes:
+        saved_count, skipped_count: saves committed locally, and saves that the queue's rules did not let happen.
+    """
 
     def __init__(
         self,
@@ -79,76 +106,118 @@ class Session:
         attempt: int,
         seq: int,
         parent: Parent,
-        retention: Retention,
+        settings: Settings,
         stop: threading.Event,
-        exit_timeout_s: float,
+        failed: Callable[[int, CkptmgrError], None],
     ) -> None:
         self.run = run
         self.tier = tier
         self.attempt = attempt
-        self.superseded = False  # a newer attempt has been claimed (I12), as far as the last commit saw
-        self.uploader = Uploader(tier, run, stop=stop, committed=self._after_commit, exit_timeout_s=exit_timeout_s)
-        self._seq = seq
-        self._parent = parent
-        self._retention = retention
+        self.saved_count = self.skipped_count = 0
+        self.alarm = Alarm(settings.failures)
+        self._stops = settings.failures.action == "stop"
+        self._failed = failed
+        labels = {"run": run.url, "host": host_name(), "rank": str(rank()), "attempt": str(attempt)}
+        self._metrics = MetricsLog(tier.root, prometheus=settings.prometheus, labels=labels)
+        tidying = Tidying(run, tier, attempt=attempt, retention=settings.retention)
+        self.uploader = Uploader(
+            tier,
+            run,
+            stop=stop,
+            task=None if settings.in_process else _task(run, tier, attempt, settings),
+            committed=tidying,
+            pause_s=settings.pause_s,
+            exit_timeout_s=settings.close_timeout_s,
+            strict=settings.strict,
+            observe=self._observe,
+        )
+        self._tidying = tidying
+        self.saver = Saver(
+            tier,
+            target=run.url,
+            attempt=attempt,
+            parent=parent.stem,
+            seq=seq,
+            rules=settings.queue,
+            watcher=self,
+        )
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        epoch: float | None,
-        metrics: Mapping[str, float],
-        reasons: Sequence[str],
-        metric_modes: Mapping[str, str],
-    ) -> str:
-        """Commit `state` to the local tier and queue its upload; the id. A failure leaves nothing behind but the error."""
-        snapshot = training_state.capture(state)
-        stem = Stem(self.attempt, step, self._seq, new_nonce())
-        self._seq += 1
-        prepared = self.tier.prepare(stem)
-        try:
-            files = training_state.write(snapshot, prepared)
-            manifest = Manifest(
-                stem=stem,
-                run_uuid=self.run.uuid,
-                files=tuple(FileEntry.of(file.path, file.digests) for file in files),
-                epoch=epoch,
-                parent=None if self._parent.stem is None else str(self._parent.stem),
-                created_at=utc_stamp(),
-                reasons=tuple(reasons),
-                metrics=dict(metrics),
-                metric_modes=dict(metric_modes),
-                world_size=world_size(),
-                producer=_producer(),
-            )
-            self.tier.commit(manifest, prepared, target=self.run.url)
-        except BaseException:
-            self.tier.discard(prepared)
-            raise
-        # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
-        logger.info("step %d queued: %s (%s)", step, manifest.id, ", ".join(reasons))
-        self.uploader.notify()
-        return manifest.id
+    @property
+    def superseded(self) -> bool:
+        """Whether a newer attempt has been claimed (I12), as far as the last commit saw."""
+        return self.uploader.superseded or self._tidying.superseded
+
+    def why_stop(self) -> str | None:
+        """Why training should end, by the failure budget; says it, or that it is used up, in the log."""
+        why = self.alarm.check()
+        if why is None:
+            return None
+        logger.error("%s", why)
+        return why if self._stops else None
 
     def close(self, timeout_s: float | None) -> list[Stem]:
-        """Upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first."""
-        pending = self.uploader.close(timeout_s)
+        """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first."""
+        self.saver.hurry()
+        started = time.monotonic()
+        if not self.saver.close(timeout_s):
+            logger.error("a save was still being written after %g s; it goes on until the program ends", timeout_s)
+        spent = time.monotonic() - started
+        pending = self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent))
         self.tier.release()
         return pending
 
-    def _after_commit(self, stem: Stem) -> None:
-        """Retention, in the uploader's thread, after `stem` was committed in the store."""
-        if not self.superseded and is_superseded(self.run, self.attempt):
-            self.superseded = True
-            logger.warning(
-                "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", self.attempt
+    # --- what becomes of saves (writer thread) ----------------------------------------------------------------------------
+
+    def saved(self, saved: Saved) -> None:
+        manifest = saved.manifest
+        # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
+        logger.info("step %d queued: %s (%s)", manifest.step, manifest.id, ", ".join(manifest.reasons))
+        self.saved_count += 1
+        self.alarm.saved()
+        self.uploader.notify()
+        self._metrics.record(
+            "save",
+            id=manifest.id,
+            step=manifest.step,
+            size_bytes=manifest.size_bytes,
+            stall_s=saved.stall_s,
+            wait_s=saved.wait_s,
+            stage_s=saved.stage_s,
+            write_s=saved.write_s,
+        )
+
+    def failed(self, step: int, error: CkptmgrError) -> None:
+        self._failed(step, error)
+        self._metrics.record("save_failed", step=step, error=str(error))
+
+    def skipped(self, step: int, why: str) -> None:
+        self.skipped_count += 1
+        logger.warning("step %d is not saved (skipped: %d so far): %s", step, self.skipped_count, why)
+        self._metrics.record("skip", step=step, why=why)
+
+    def dropped(self, room: Room) -> None:
+        for stem in room.dropped:
+            self.uploader.tally.dropped(stem)
+            self._metrics.record("drop", id=str(stem), step=stem.step)
+
+    # --- what becomes of uploads (uploader thread) ------------------------------------------------------------------------
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self.alarm.committed()
+            self._metrics.record(
+                "upload",
+                id=str(event.stem),
+                step=event.stem.step,
+                size_bytes=event.size_bytes,
+                sent_bytes=event.sent_bytes,
+                seconds=event.seconds,
+                retries=event.retries,
+                lag_s=event.lag_s,
             )
-        if self._retention.store is not None and not self.superseded:
-            done = prune.prune(self.run, self._retention.store, attempt=self.attempt)
-            for verdict in done.deleted:
-                logger.info("pruned step %d (%s)", verdict.manifest.step, verdict.manifest.id)
-        prune.prune_local(self.tier, self._retention.local)
+        elif isinstance(event, Failed) and event.stem is not None:
+            self.alarm.failed()
+            self._metrics.record("upload_failed", id=str(event.stem), step=event.stem.step, error=str(event.error))
 
 
 def begin_session(
@@ -157,15 +226,17 @@ def begin_session(
     parent: Parent,
     *,
     new_lineage: bool,
-    retention: Retention,
+    settings: Settings,
     stop: threading.Event,
-    exit_timeout_s: float,
+    failed: Callable[[int, CkptmgrError], None],
+    expected_bytes: int | None = None,
 ) -> Session:
     """Look, refuse what would go wrong, claim an attempt, tidy the tier, and begin to drain it.
 
     Args:
         new_lineage: begin one of its own over existing commits instead of refusing (I12).
-        exit_timeout_s: how long a program that ends without `close` waits for uploads.
+        failed: called with the step and the error of each save that fails after it was staged, in the writer thread.
+        expected_bytes: about what one checkpoint will take, if that is known.
 
     Raises:
         ConflictError: the run has commits and nothing of it was restored, or the tier is in use or another run's; nothing was changed.
@@ -186,6 +257,7 @@ def begin_session(
         tier.release()
         raise
     logger.info("attempt %d of %s begins (%s)", record.number, run.url, parent)
+    warn_of_shortage(tier, max(expected_bytes or 0, _last_size(history)), settings.queue)
     seq = next_seq([*history.manifests, *history.broken, *history.closed], record.number)
     session = Session(
         run,
@@ -193,21 +265,46 @@ def begin_session(
         attempt=record.number,
         seq=seq,
         parent=parent,
-        retention=retention,
+        settings=settings,
         stop=stop,
-        exit_timeout_s=exit_timeout_s,
+        failed=failed,
     )
     session.uploader.notify()
     return session
 
 
-def _producer() -> dict[str, str]:
-    from ckptmgr import __version__
+def warn_of_shortage(tier: LocalTier, needed_bytes: int, rules: QueueRules, *, staged: bool = True) -> None:
+    """Say at the start, not after hours, that a checkpoint of `needed_bytes` does not fit the disk, or its copy the memory (K069)."""
+    if needed_bytes == 0:
+        return
+    why = shortage(tier, needed_bytes, rules)
+    if why is not None:
+        logger.warning("saves may fail: %s", why)
+    available = available_memory_bytes() if staged else None
+    if available is not None and available < needed_bytes:
+        logger.warning(
+            "saves may fail: a copy of the state takes about %d bytes of memory, and %d are available",
+            needed_bytes,
+            available,
+        )
 
-    return {
-        "framework": "ckptmgr",
-        "ckptmgr": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "host": host_name(),
-    }
+
+def _last_size(history: History) -> int:
+    newest = history.newest()
+    manifest = None if newest is None else history.manifests.get(newest)
+    return 0 if manifest is None else manifest.size_bytes
+
+
+def _task(run: RunDirectory, tier: LocalTier, attempt: int, settings: Settings) -> Task:
+    return Task(
+        url=run.url,
+        record=run.record,
+        local_dir=os.fspath(tier.root),
+        attempt=attempt,
+        retention=settings.retention,
+        retry=settings.retry,
+        wrap_backend=settings.wrap_backend,
+        linger_s=settings.linger_s,
+        pause_s=settings.pause_s,
+        log_level=logging.getLogger("ckptmgr").getEffectiveLevel(),
+    )

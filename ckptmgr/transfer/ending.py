@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+_LAST_S = 2.0
+_INTERRUPTED = 130
 
 
 def call_at_end(method: Callable[[], None]) -> None:
@@ -36,3 +41,42 @@ def call_at_end(method: Callable[[], None]) -> None:
 
     with contextlib.suppress(RuntimeError):  # the program is ending already
         register(end)
+
+
+def is_interrupted() -> bool:
+    """Whether the program is ending by Ctrl-C: it is being handled here, or has ended the main module."""
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt) or getattr(sys, "last_type", None) is KeyboardInterrupt
+
+
+def end_soon() -> None:
+    """The user will not wait any longer: when the main program is over, give its other threads two seconds, then end with 130.
+
+    A write to a dead disk, or a fsync that takes minutes, cannot be interrupted, and Python would wait for its thread.
+    """
+
+    def end() -> None:
+        threading.main_thread().join()
+        threading.Event().wait(_LAST_S)
+        os._exit(_INTERRUPTED)
+
+    threading.Thread(target=end, name="ckptmgr-end", daemon=True).start()
+
+
+def exit_with(code: int) -> None:
+    """Make `code` the exit status of a program whose main module is over. Whatever else is registered for the end still runs, before."""
+    _codes.append(code)
+
+
+def _exit() -> None:
+    if not _codes:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    # The status is settled already; nothing gentler changes it any more.
+    os._exit(max(_codes))
+
+
+_codes: list[int] = []
+# Registered with the import, and so called after what the program registers later.
+atexit.register(_exit)

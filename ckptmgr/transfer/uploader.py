@@ -1,53 +1,47 @@
-"""The uploader: a thread that replicates the local tier to the store in the background, newest first.
+"""The uploader: a thread of the trainer that has the local tier replicated to the store in the background.
 
-The queue *is* the local tier: a committed save without an `uploaded` mark. Nothing is lost when this process dies; the next start, or
-a drain, goes on from the journal. Failures never reach training (I9): they are logged at once, kept in `status()`, and returned by `poll_errors()`.
+The queue *is* the local tier: a committed save without an `uploaded` mark. The thread starts the transfer process, feeds it, starts it again when it
+dies, and mirrors what it says; or it runs the replication loop itself. Nothing is lost when either dies: the next start, or a drain, goes on from the
+journal. Failures never reach training (I9): they are logged at once, kept in `status()`, and returned by `poll_errors()`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, UploadError
+from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.core.layout import Stem
-from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.drain import REFUSALS, Outcome, in_turn, upload_one
-from ckptmgr.transfer.ending import call_at_end
+from ckptmgr.transfer.child import LOG_FILE, TransferProcess
+from ckptmgr.transfer.ending import call_at_end, end_soon, exit_with, is_interrupted
+from ckptmgr.transfer.loop import ReplicationLoop
+from ckptmgr.transfer.messages import (
+    Close,
+    Event,
+    Failed,
+    Hurry,
+    Logged,
+    Moved,
+    Notify,
+    Ready,
+    Refused,
+    Superseded,
+    Task,
+    why_not_portable,
+)
+from ckptmgr.transfer.status import UploadStatus
+from ckptmgr.transfer.tally import Tally
 
 logger = logging.getLogger(__name__)
-_IDLE_S = 1.0
-_LAST_REQUEST_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadStatus:
-    """What the uploader is doing.
-
-    Attributes:
-        pending: saves that are only on this disk, newest first.
-        pending_bytes: their size.
-        uploading: the one on its way.
-        sent_bytes: bytes of it that were sent so far.
-        committed: how many this process committed.
-        failures: how many uploads failed, counting each try that gave up.
-        last_error: the newest failure, one line.
-    """
-
-    pending: tuple[Stem, ...] = ()
-    pending_bytes: int = 0
-    uploading: Stem | None = None
-    sent_bytes: int = 0
-    committed: int = 0
-    failures: int = 0
-    last_error: str = ""
+_LAST_BLOCK_S = 5.0
+_KEPT_ERRORS = 1000
 
 
 class Uploader:
@@ -61,9 +55,12 @@ class Uploader:
         tier: the local tier; also read by others, written by this process.
         run: where the saves go. Its backend retries by itself; `stop` ends those retries.
         stop: the event given to the backend's retries; set when `close` runs out of time.
-        committed: called in the uploader's thread after each commit (retention); its errors are logged and kept, and stop nothing.
+        task: what a transfer process is to do; None: the thread does it itself.
+        committed: called after each commit (retention) where the thread does it itself; its errors are logged and kept, and stop nothing.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
         exit_timeout_s: as for `close`, when the program ends without it.
+        strict: a program that ends without `close`, and has something pending after that time, exits with 6.
+        observe: called with each event, in the thread.
     """
 
     def __init__(
@@ -72,67 +69,76 @@ class Uploader:
         run: RunDirectory,
         *,
         stop: threading.Event,
+        task: Task | None = None,
         committed: Callable[[Stem], None] = lambda stem: None,
         pause_s: float = 30.0,
         exit_timeout_s: float | None = 600.0,
+        strict: bool = False,
+        observe: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.superseded = False
         self._tier = tier
         self._run = run
         self._stop = stop
-        self._committed = committed
+        self._task = task
+        self._after_commit = committed
         self._pause_s = pause_s
         self._exit_timeout_s = exit_timeout_s
-        self._owner = os.getpid()
+        self._strict = strict
+        self._observe = observe
         self._clock = clock
+        self._owner = os.getpid()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._work = False
-        self._closing = False
-        self._retry_at: float | None = None
-        self._errors: list[CkptmgrError] = []
-        self._uploading: Stem | None = None
-        self._sent = 0
-        self._count = 0
-        self._failures = 0
-        self._last_error = ""
+        self._child: TransferProcess | None = None
+        self._loop: ReplicationLoop | None = None
+        self._closing = self._hurrying = self._let_go = self._ended = False
+        self._errors: deque[CkptmgrError] = deque(maxlen=_KEPT_ERRORS)
+        self.tally = Tally()
+
+    # --- from any thread of the trainer -----------------------------------------------------------------------------------
 
     def notify(self) -> None:
-        """Something may be pending. Returns at once; starts the thread if need be."""
+        """Something may be pending. Returns at once; starts the thread if need be, also when it has died of something unexpected."""
         if os.getpid() != self._owner:
             return
         with self._changed:
             if self._closing:
                 return
-            self._work = True
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
-                self._thread.start()
-                call_at_end(self._end)
-            self._changed.notify_all()
+                self._start()
+            elif self._child is not None:
+                self._child.send(Notify())
+            elif self._loop is not None:
+                self._loop.notify()
+
+    def hurry(self) -> None:
+        """This machine is about to go: from now on the newest save comes first, all others wait, and nothing is cleaned up."""
+        with self._changed:
+            self._hurrying = True
+            if self._child is not None:
+                self._child.send(Hurry())
+            elif self._loop is not None:
+                self._loop.hurry()
 
     def poll_errors(self) -> list[CkptmgrError]:
-        """Failures since this was last called."""
-        with self._changed:
-            errors, self._errors = self._errors, []
-            return errors
+        """Failures since this was last called, the newest thousand at most."""
+        errors = []
+        with contextlib.suppress(IndexError):
+            while True:
+                errors.append(self._errors.popleft())
+        return errors
 
     def status(self) -> UploadStatus:
         """What it is doing now; reads the local tier."""
-        pending = self._tier.pending(self._run.url)
-        with self._changed:
-            return UploadStatus(
-                pending=tuple(manifest.stem for manifest, _ in pending),
-                pending_bytes=sum(manifest.size_bytes for manifest, _ in pending),
-                uploading=self._uploading,
-                sent_bytes=self._sent,
-                committed=self._count,
-                failures=self._failures,
-                last_error=self._last_error,
-            )
+        host = "process" if self._child is not None else "" if self._loop is None else "thread"
+        return self.tally.status(self._tier, self._run.url, host)
 
     def close(self, timeout_s: float | None) -> list[Stem]:
         """Upload what is pending, for `timeout_s` at most (None: as long as it takes), and end the thread.
+
+        Out of time, the transfer process goes on by itself for as long as it may linger. KeyboardInterrupt ends it at once and is raised on.
 
         Returns:
             What is left, newest first; it stays pending in the local tier. Safe to call twice.
@@ -141,21 +147,49 @@ class Uploader:
             self._finish(timeout_s)
         return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
 
+    # --- ending -----------------------------------------------------------------------------------------------------------
+
     def _finish(self, timeout_s: float | None) -> None:
         with self._changed:
             self._closing = True
-            self._retry_at = None
-            self._work = True  # what failed before gets a last try
-            thread = self._thread
+            thread, child, loop = self._thread, self._child, self._loop
+            if child is not None:
+                child.send(Close())
+            elif loop is not None:
+                loop.close()
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            try:
-                thread.join(timeout_s)
-            finally:
-                # Out of time, or Ctrl-C while waiting: no further try begins; the request under way ends by its own time-outs.
-                if thread.is_alive():
-                    self._stop.set()
-                    thread.join(_LAST_REQUEST_S)
+        if thread is None or thread is threading.current_thread() or not thread.is_alive():
+            return
+        self._say_what_for(timeout_s)
+        try:
+            thread.join(timeout_s)
+        except BaseException:  # Ctrl-C while waiting: the second one, or the user is tired of it
+            self._cut(kill=True)
+            end_soon()
+            raise
+        if thread.is_alive():
+            self._cut(kill=False)
+            thread.join(_LAST_BLOCK_S)
+
+    def _say_what_for(self, timeout_s: float | None) -> None:
+        waiting = len(self._tier.pending(self._run.url))
+        if waiting:
+            level = logging.WARNING if is_interrupted() else logging.INFO
+            limit = "" if timeout_s is None else f", {timeout_s:.0f} s at most"
+            logger.log(level, "waiting for %d upload(s) to %s%s; Ctrl-C ends at once", waiting, self._run.url, limit)
+
+    def _cut(self, *, kill: bool) -> None:
+        """No further request of this process; a transfer process is let go, or killed."""
+        with self._changed:
+            self._let_go = True
+            self._stop.set()
+            if self._loop is not None:
+                self._loop.halt()
+            if self._child is not None:
+                if kill:
+                    self._child.kill()
+                self._child.let_go()
+            self._changed.notify_all()
 
     def _end(self) -> None:
         """The program is over, and nobody has called `close`."""
@@ -165,95 +199,131 @@ class Uploader:
         if left:
             names = ", ".join(map(str, left))
             logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self._run.url, names, self._tier.root)
+            if self._strict:
+                exit_with(UploadError.exit_code)
 
     # --- the thread -------------------------------------------------------------------------------------------------------
 
+    def _start(self) -> None:
+        died = self._thread is not None and not self._ended
+        self._ended = False
+        self._thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
+        self._thread.start()
+        if died:
+            logger.warning("the uploader thread of %s is started again", self._run.url)
+        else:
+            call_at_end(self._end)
+
     def _main(self) -> None:
-        while self._wait_for_work():
-            try:
-                self._round()
-            except Exception as exc:
-                # An unreadable tier, a bug: ending here would silently stop uploads for the rest of the run.
-                self._note(exc if isinstance(exc, CkptmgrError) else UploadError(f"uploading failed: {exc!r}"))
-                self._again_later()
-                logger.exception("the uploader of %s goes on after an unexpected failure", self._run.url)
-
-    def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when the thread should end."""
-        with self._changed:
-            while True:
-                if self._stop.is_set():
-                    return False
-                if self._work:
-                    self._work = False
-                    return True
-                if self._retry_at is not None and self._clock() >= self._retry_at:
-                    self._retry_at = None
-                    return True
-                if self._closing or not threading.main_thread().is_alive():
-                    return False
-                # Woken by notify; the time-out is for the retry time and for a main program that ended without close().
-                self._changed.wait(_IDLE_S)
-
-    def _round(self) -> None:
-        """Upload everything pending; what fails waits for the next round."""
-        tried: set[Stem] = set()
-        refusals = 0
-        while not self._stop.is_set():
-            # Looked up again each time: a newer save goes first.
-            queue = [(m, e) for m, e in in_turn(self._tier.pending(self._run.url)) if m.stem not in tried]
-            if not queue or refusals == REFUSALS:
-                return
-            manifest, entry = queue[0]
-            tried.add(manifest.stem)
-            try:
-                outcome = self._upload(manifest, entry)
-            except CkptmgrError as exc:
-                self._note(exc, failures=1)
-                self._again_later()
-                logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._run.url, exc)
-                if isinstance(exc, PermanentBackendError):
-                    refusals += 1
-                continue
-            if outcome == "busy":
-                self._again_later()
-            else:
-                self._tidy(manifest)
-
-    def _upload(self, manifest: Manifest, entry: UploadEntry) -> Outcome:
-        with self._changed:
-            self._uploading, self._sent = manifest.stem, 0
         try:
-            outcome = upload_one(self._tier, self._run, manifest, entry, moved=self._moved)
+            if self._task is None or not self._supervise(self._task):
+                self._replicate_here()
+            self._ended = True
+        except BaseException as error:
+            # The next save starts a new one: this thread's death must not silently end uploads for the rest of the run.
+            logger.exception("the uploader thread of %s died", self._run.url)
+            self._note(UploadError(f"the uploader thread died: {error!r}", hint="it is started again by the next save"))
         finally:
             with self._changed:
-                self._uploading = None
-        if outcome == "committed":
+                self._child = self._loop = None
+
+    def _replicate_here(self) -> None:
+        """Run the loop in this thread, until closed, or until the main program is over."""
+        loop = ReplicationLoop(
+            self._tier,
+            self._run,
+            stop=self._stop,
+            report=self._take,
+            after_commit=self._after_commit,
+            pause_s=self._pause_s,
+            retries=lambda: self._run.fs.retries,
+            abandoned=lambda: not threading.main_thread().is_alive(),
+            clock=self._clock,
+        )
+        with self._changed:
+            self._loop = loop
+            loop.notify()
+            if self._hurrying:
+                loop.hurry()
+            if self._closing:
+                loop.close()
+        loop.run()
+
+    def _supervise(self, task: Task) -> bool:
+        """Run a transfer process until it is done; False if there can be none."""
+        problem = why_not_portable(task)
+        if problem is not None:
+            logger.warning("uploads run in the trainer, not in a process of their own: %s", problem)
+            return False
+        deaths = 0
+        while True:
+            try:
+                child = TransferProcess(task)
+            except OSError as error:
+                logger.warning("uploads run in the trainer, for a transfer process cannot be started: %s", error)
+                return False
+            outcome = self._mirror(child)
+            code = child.finish(0 if self._let_go else _LAST_BLOCK_S)
             with self._changed:
-                self._count += 1
-        return outcome
+                self._child = None
+            self.tally.note(Moved(stem=None))
+            if isinstance(outcome, Refused):
+                logger.warning("uploads run in the trainer, not in a process of their own: %s", outcome.why)
+                return False
+            if self._let_go or code == 0:
+                return True
+            deaths += 1
+            self._note(
+                UploadError(f"the transfer process {child.pid} died ({_ending(code)})", hint="it is started again")
+            )
+            logger.error("the transfer process of %s died (%s)", self._run.url, _ending(code))
+            if not self._wait_before_restart(deaths):
+                return True
 
-    def _tidy(self, manifest: Manifest) -> None:
-        """Retention. Its failure is not the upload's: what is committed stays so, and the others go on."""
-        try:
-            self._committed(manifest.stem)
-        except Exception as exc:
-            failed = exc if isinstance(exc, CkptmgrError) else UploadError(f"unexpected: {exc!r}")
-            trace = None if isinstance(exc, CkptmgrError) else exc
-            self._note(failed)
-            logger.error("clean-up after step %d (%s): %s", manifest.step, manifest.id, failed, exc_info=trace)
-
-    def _moved(self, count: int) -> None:
-        self._sent += count  # only this thread writes it; a reader may see it a block late
-
-    def _note(self, exc: CkptmgrError, *, failures: int = 0) -> None:
-        """Keep a failure, before it is logged: who reads the log finds it in the status."""
+    def _mirror(self, child: TransferProcess) -> Refused | None:
         with self._changed:
-            self._errors.append(exc)
-            self._failures += failures
-            self._last_error = str(exc)
+            self._child = child
+            child.send(Notify())
+            if self._hurrying:
+                child.send(Hurry())
+            if self._closing:
+                child.send(Close())
+        for event in child.events():
+            if isinstance(event, Refused):
+                return event
+            self._take(event)
+        return None
 
-    def _again_later(self) -> None:
+    def _wait_before_restart(self, deaths: int) -> bool:
+        """At once after the first death, later after a growing pause; False when closing: twice is enough then."""
+        pause_s = 0.0 if deaths == 1 else min(600.0, self._pause_s * 2 ** (deaths - 2))
         with self._changed:
-            if not self._closing:
-                self._retry_at = self._clock() + self._pause_s
+            self._changed.wait_for(lambda: self._closing, timeout=pause_s)
+            return deaths == 1 or not self._closing
+
+    # --- what the loop says -----------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Logged):
+            logging.getLogger(event.name).log(event.level, "%s", event.text)
+            return
+        self.tally.note(event)
+        if isinstance(event, Superseded):
+            self.superseded = True
+        if isinstance(event, Failed):
+            self._errors.append(event.error)
+        if isinstance(event, Ready):
+            logger.debug("the transfer process of %s runs", self._run.url)
+        with contextlib.suppress(Exception):  # an observer is bookkeeping
+            self._observe(event)
+
+    def _note(self, error: CkptmgrError) -> None:
+        """Keep a failure of the thread's own."""
+        self._take(Failed(error=error))
+
+
+def _ending(code: int | None) -> str:
+    """An exit status for a reader."""
+    if code is None:
+        return "it closed its line and hangs"
+    return f"signal {-code}" if code < 0 else f"exit code {code}; see {LOG_FILE} in the local tier"

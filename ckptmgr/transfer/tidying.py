@@ -1,0 +1,55 @@
+"""What follows a commit in the store: retention, there and on this disk. Done by whoever hosts the replication loop."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.retention import RetentionRule
+from ckptmgr.run import prune
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.start import is_superseded
+from ckptmgr.run.tier import LocalTier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What stays: `store` after each commit (None: everything), `local` of what is uploaded."""
+
+    store: RetentionRule | None
+    local: RetentionRule
+
+
+class Tidying:
+    """Called after each commit of `attempt`. Not thread-safe.
+
+    Attributes:
+        superseded: a newer attempt has been claimed (I12), as far as the last commit saw: this one prunes nothing any more.
+    """
+
+    def __init__(self, run: RunDirectory, tier: LocalTier, *, attempt: int, retention: Retention) -> None:
+        self.superseded = False
+        self._run = run
+        self._tier = tier
+        self._attempt = attempt
+        self._retention = retention
+
+    def __call__(self, stem: Stem) -> None:
+        """Retention after `stem` was committed.
+
+        Raises:
+            CkptmgrError: something could not be looked at or removed; the next commit tries again.
+        """
+        if not self.superseded and is_superseded(self._run, self._attempt):
+            self.superseded = True
+            logger.warning(
+                "attempt %d is superseded by a newer one: it commits what it has and prunes nothing", self._attempt
+            )
+        if self._retention.store is not None and not self.superseded:
+            done = prune.prune(self._run, self._retention.store, attempt=self._attempt)
+            for verdict in done.deleted:
+                logger.info("pruned step %d (%s)", verdict.manifest.step, verdict.manifest.id)
+        prune.prune_local(self._tier, self._retention.local)
