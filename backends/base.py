@@ -1,7 +1,7 @@
 """What a store can do: the whole interface between ckptmgr and storage.
 
 A backend *is* an fsspec filesystem. Above this package only these fsspec verbs are used: `pipe_file`, `put_file`, `get_file`,
-`cat_file`, `cp_file`, `info`, `exists`, `find`, `ls`, `rm_file`, `rmdir`, plus three of ours, `capabilities`, `rm_files` and `stored_crc`. Paths
+`cat_file`, `cp_file`, `info`, `exists`, `find`, `ls`, `rm_file`, `rmdir`, plus four of ours, `capabilities`, `rm_files`, `stored_crc` and `abort_upload`. Paths
 have no protocol: `bucket/key` on object stores, an absolute path on local disk. `//` and trailing slashes are never part of a key.
 
 Contract, for every implementation (the suite is `ckptmgr.testing.contract`):
@@ -17,12 +17,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsspec.spec import AbstractFileSystem
 
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, ObjectNotFoundError, TransientBackendError
+
+if TYPE_CHECKING:
+    from ckptmgr.backends.parts import PartJournal
 
 CrcKind = Literal["crc64nvme", "crc64xz"]
 WriteMode = Literal["overwrite", "create"]
@@ -65,6 +68,11 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         """The same store with each request made once: for a caller that must look again before it tries again."""
         return self
 
+    @property
+    def retries(self) -> int:
+        """Requests that were made again so far, after a failure that could pass."""
+        return 0
+
     @abstractmethod
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         """Store `value` at `path` in one request, all or nothing; for small objects (manifests, records).
@@ -85,16 +93,22 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         mode: WriteMode = "overwrite",
         *,
         expected: Digests | None = None,
+        parts: PartJournal | None = None,
         **kwargs: Any,
     ) -> None:
         """Store the local file `lpath` at `rpath`, all or nothing.
 
-        The bytes are digested while they are read. With `expected`, the object only becomes visible, or stays, when
-        what was read and what the store says it holds are both those bytes.
+        The bytes are digested while they are read, and never held in memory as a whole. With `expected`, the object only becomes visible, or
+        stays, when what was read and what the store says it holds are both those bytes.
 
         Args:
-            callback: an fsspec callback; `relative_update(n)` is called with the number of bytes moved.
+            callback: an fsspec callback; `relative_update(n)` is called by this thread with the number of bytes moved since the last call,
+                also 0. What it raises ends the transfer.
             expected: the digests of the file when it was described.
+            parts: where the id of an upload in parts is kept. With it, an upload that was interrupted, killed, or failed in a way that may
+                pass stays in the store, and a further call with the same journal sends what is missing. Failures that are for good (the source
+                changed, the store refuses, except for credentials) still drop what was sent, as all failures do without it. Stores that
+                have no such uploads ignore it.
 
         Raises:
             SourceChangedError: `lpath` vanished, or is not `expected` (any more); nothing stays at `rpath` (I10).
@@ -173,6 +187,9 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
             ObjectNotFoundError: no object at `path1`.
             TransientBackendError: the outcome is unknown.
         """
+
+    def abort_upload(self, path: str, upload_id: str) -> None:
+        """Throw away the parts of an upload to `path` that a `PartJournal` tells of; one that the store does not know is fine."""
 
     def rm_files(self, paths: Sequence[str]) -> None:
         """Remove many objects, as few requests as the store allows. Those already gone are fine.

@@ -1,6 +1,6 @@
 """Local files at the two ends of a transfer.
 
-A source is read once, digested meanwhile, and refused if it is not, or not any more, what was described (I10). A target is always a new file.
+A source is digested in order, and refused if it is not, or not any more, what was described (I10). A target is always a new file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+#: What is read, digested or sent at a time: small beside any file, large beside what a system call costs.
+BLOCK_BYTES = 1 << 20
+
+
 class SourceFile:
-    """The file at `path`, open for reading. A context manager; use from one thread, except `read_at`.
+    """The file at `path`, open for reading. A context manager; use from one thread, except `read_at` and `check_unchanged`.
 
     Attributes:
         size: in bytes, when it was opened; exactly this many bytes are read.
+        expected: what it was when it was described.
 
     Raises:
         AccessDeniedError: the file may not be read.
@@ -33,7 +38,7 @@ class SourceFile:
 
     def __init__(self, path: str | os.PathLike[str], expected: Digests | None = None) -> None:
         self.path = os.fspath(path)
-        self._expected = expected
+        self.expected = expected
         self._digester = Digester()
         self._digested = 0
         with os_errors("open", self.path):
@@ -48,7 +53,7 @@ class SourceFile:
                 raise SourceChangedError(f"{self.path!r} is not a regular file", path=self.path)
             self.size = self._stat.st_size
             if expected is not None and self.size != expected.size:
-                raise self._changed(f"has {self.size} bytes instead of {expected.size}")
+                raise self.changed(f"has {self.size} bytes instead of {expected.size}")
         except BaseException:
             os.close(self._fd)
             raise
@@ -68,7 +73,7 @@ class SourceFile:
             with os_errors("open", self.path):
                 block = os.pread(self._fd, length, offset)
             if not block:
-                raise self._changed("became shorter while it was read")
+                raise self.changed("became shorter while it was read")
             blocks.append(block)
             offset += len(block)
             length -= len(block)
@@ -88,6 +93,19 @@ class SourceFile:
         self._digested += length
         return block
 
+    def digest_blocks(self, offset: int, length: int) -> Iterator[bytes]:
+        """`digest_at`, block by block."""
+        for at in range(offset, offset + length, BLOCK_BYTES):
+            yield self.digest_at(at, min(BLOCK_BYTES, offset + length - at))
+
+    def check_unchanged(self) -> None:
+        """Raise SourceChangedError if the file was written to since it was opened."""
+        now = os.fstat(self._fd)
+        # ctime is not compared: taking a hard link changes it, and so does a rename over the path, which leaves our descriptor's
+        # bytes alone.
+        if (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns):
+            raise self.changed("was written to while it was read")
+
     def finish(self) -> Digests:
         """The digests, once everything was read.
 
@@ -96,22 +114,20 @@ class SourceFile:
         """
         if self._digested != self.size:
             raise ValueError(f"{self._digested} of {self.size} bytes were read")
-        now = os.fstat(self._fd)
-        # A writer that goes on writing leaves a mixture of old and new bytes behind the reader. ctime is not compared:
-        # taking a hard link changes it, and so does a rename over the path, which leaves our descriptor's bytes alone.
-        if (now.st_size, now.st_mtime_ns) != (self._stat.st_size, self._stat.st_mtime_ns):
-            raise self._changed("was written to while it was read")
+        # A writer that goes on writing leaves a mixture of old and new bytes behind the reader.
+        self.check_unchanged()
         digests = self._digester.digests()
-        expected = self._expected
+        expected = self.expected
         if expected is not None and digests.blake3 != expected.blake3:
-            raise self._changed(
+            raise self.changed(
                 f"has BLAKE3 {digests.blake3} instead of {expected.blake3}",
                 expected=expected.blake3,
                 actual=digests.blake3,
             )
         return digests
 
-    def _changed(self, what: str, **facts: object) -> SourceChangedError:
+    def changed(self, what: str, **facts: object) -> SourceChangedError:
+        """The error for a file that is not what it was."""
         return SourceChangedError(
             f"{self.path!r} {what}",
             hint="a checkpoint's files must stay as they are until uploaded",

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptmgr.backends.base import Backend, CrcKind, WriteMode
+from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.parts import Part, Receipt
-from ckptmgr.core.checksums import Digests
+from ckptmgr.core.checksums import Digests, crc_function
 from ckptmgr.core.errors import BackendError, ChecksumMismatchError, TransientBackendError
+
+#: A connection that moves no byte for so long is cut, in seconds; whoever used it tries again.
+STALL_S = 30.0
+CONNECT_S = 10.0
 
 
 class DamagedInTransitError(ChecksumMismatchError, TransientBackendError):
@@ -55,7 +60,7 @@ class ObjectRequests(Backend):
     crc_kind: CrcKind
 
     @abstractmethod
-    def _put(self, path: str, data: bytes, crc: str | None, mode: WriteMode) -> Stored:
+    def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
         """Store an object; `crc` goes along, so that the store can refuse what arrived damaged."""
 
     @abstractmethod
@@ -95,8 +100,12 @@ class ObjectRequests(Backend):
         """Begin a multipart upload; its id."""
 
     @abstractmethod
-    def _send_part(self, path: str, upload_id: str, part: Part, data: bytes) -> Receipt:
-        """Store one part."""
+    def _send_part(self, path: str, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt:
+        """Store one part; the CRC in `digest` goes along, or is compared with the answer."""
+
+    @abstractmethod
+    def _list_parts(self, path: str, upload_id: str) -> list[Receipt]:
+        """What the store holds of an upload, with sizes. An unknown id is a BackendError with the code NoSuchUpload."""
 
     @abstractmethod
     def _copy_part(self, path: str, upload_id: str, part: Part, source: str) -> Receipt:
@@ -110,10 +119,17 @@ class ObjectRequests(Backend):
     def _abort(self, path: str, upload_id: str) -> None:
         """Drop the parts; an unknown id is fine."""
 
+    @property
     @abstractmethod
+    def _store_checks(self) -> bool:
+        """Whether this store is known to check, or to answer, the CRC of what it receives."""
+
     def _crc_of(self, data: bytes) -> str | None:
         """The CRC of the store's kind; None if this machine cannot compute it."""
+        crc = crc_function(self.crc_kind)
+        return None if crc is None else f"{crc(data, 0):016x}"
 
-    @abstractmethod
     def _crc_in(self, digests: Digests) -> str | None:
         """That CRC among digests."""
+        crc: str | None = getattr(digests, self.crc_kind)
+        return crc

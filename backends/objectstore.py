@@ -11,17 +11,10 @@ from typing import Any
 
 from ckptmgr.backends.base import CrcKind, WriteMode, raise_failed
 from ckptmgr.backends.localfile import SourceFile, open_target
-from ckptmgr.backends.objectrequests import DamagedInTransitError, ObjectRequests, Stored
-from ckptmgr.backends.parts import (
-    PART_BYTES,
-    Part,
-    PartPlan,
-    Receipt,
-    closing_fd,
-    download_parts,
-    plan_parts,
-    upload_parts,
-)
+from ckptmgr.backends.objectrequests import Stored
+from ckptmgr.backends.objectupload import ObjectUpload, ObjectUploads
+from ckptmgr.backends.parts import PART_BYTES, PartJournal, PartPlan, closing_fd, download_parts, plan_parts
+from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import (
@@ -30,7 +23,6 @@ from ckptmgr.core.errors import (
     ConfigError,
     ObjectNotFoundError,
     PermanentBackendError,
-    SizeMismatchError,
     TransientBackendError,
 )
 
@@ -38,14 +30,14 @@ DELETE_BATCH = 1000
 _MAX_SINGLE_COPY = 5 << 30
 
 
-class ObjectStoreBackend(ObjectRequests):
+class ObjectStoreBackend(ObjectUploads):
     """Objects by `bucket/key`. No request is made before the first call.
 
     Args:
         retrier: tries single parts again; whole calls are `RetryingBackend`'s business.
         multipart_threshold: files larger than this many bytes go up in parts.
         part_bytes: bytes per part.
-        workers: parts under way at a time, each in memory when it goes up.
+        workers: parts under way at a time, a block of each in memory.
         page_size: keys per listing request, at most 1000.
         max_single_copy: objects larger than this many bytes are copied in parts.
     """
@@ -83,45 +75,28 @@ class ObjectStoreBackend(ObjectRequests):
         mode: WriteMode = "overwrite",
         *,
         expected: Digests | None = None,
+        parts: PartJournal | None = None,
         **kwargs: Any,
     ) -> None:
         rpath = self._strip_protocol(rpath)
         progress = callback.relative_update if callback is not None else None
         with SourceFile(lpath, expected) as source:
-            if source.size > self._multipart_threshold:
-                upload_parts(
-                    source,
-                    plan_parts(source.size, self._part_bytes),
-                    _Upload(self, rpath, mode),
-                    what=self._url(rpath),
-                    retrier=self._retrier,
-                    workers=self._workers,
-                    progress=progress,
-                )
+            if source.size <= self._multipart_threshold:
+                self._put_whole(source, rpath, mode, progress)
                 return
-            data = source.digest_at(0, source.size)
-            crc = self._crc_in(source.finish())
-        self._confirm(rpath, len(data), crc, self._put(rpath, data, crc, mode))
-        if progress is not None:
-            progress(len(data))
+            upload_parts(
+                source,
+                plan_parts(source.size, self._part_bytes),
+                ObjectUpload(self, rpath, mode, self._retrier),
+                what=self._url(rpath),
+                retrier=self._retrier,
+                workers=self._workers,
+                progress=progress,
+                journal=parts,
+            )
 
-    def _confirm(self, path: str, size: int, crc: str | None, answer: Stored) -> None:
-        """Check that the store holds what was sent; damaged bytes are removed."""
-        stored = answer
-        if crc is None or answer.crc is None:
-            stored = self._head(path)
-            if answer.etag and stored.etag != answer.etag:
-                # Somebody has overwritten it meanwhile, as one may with a tag. Theirs is not ours to judge, even less to remove.
-                return
-        if stored.size is not None and stored.size != size:
-            self.rm_file(path)
-            text = f"{self._url(path)} has {stored.size} bytes after {size} were sent"
-            raise SizeMismatchError(text, expected=size, actual=stored.size, key=path)
-        if crc is not None and stored.crc is not None and stored.crc != crc:
-            self.rm_file(path)
-            text = f"{self._url(path)} was stored with {self.crc_kind} {stored.crc} instead of {crc}"
-            facts = {"backend": self.kind, "operation": "write", "key": path}
-            raise DamagedInTransitError(text, expected=crc, actual=stored.crc, **facts)
+    def abort_upload(self, path: str, upload_id: str) -> None:
+        self._abort(self._strip_protocol(path), upload_id)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         source, target = self._strip_protocol(path1), self._strip_protocol(path2)
@@ -269,57 +244,9 @@ class ObjectStoreBackend(ObjectRequests):
             if token is None:
                 return
 
-    def _url(self, path: str) -> str:
-        return f"{self.kind}://{path}"
-
     def not_found(self, operation: str, path: str) -> ObjectNotFoundError:
         """The error for a key that the store said it does not have."""
         return ObjectNotFoundError(f"no object {self._url(path)}", backend=self.kind, operation=operation, key=path)
-
-
-class _Upload:
-    """The `PartSender` of one key."""
-
-    def __init__(self, backend: ObjectStoreBackend, path: str, mode: WriteMode) -> None:
-        self._backend = backend
-        self._path = path
-        self._mode: WriteMode = mode
-
-    def begin(self) -> str:
-        return self._backend._begin(self._path, self._mode)
-
-    def send(self, upload_id: str, part: Part, data: bytes) -> Receipt:
-        return self._backend._send_part(self._path, upload_id, part, data)
-
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
-        backend, path = self._backend, self._path
-        crc = backend._crc_in(digests)
-        tries = 0
-
-        def complete() -> Stored:
-            nonlocal tries
-            tries += 1
-            try:
-                return backend._complete(path, upload_id, receipts, crc, self._mode)
-            except BackendError:
-                # An earlier try may have been applied and its answer lost: the upload has become the object, and stores
-                # answer differently to completing it again (success, no such upload, the object exists).
-                if tries > 1 and self._is_stored(digests.size, crc):
-                    return Stored(etag="")
-                raise
-
-        answer = backend._retrier(f"complete {backend._url(path)}", complete)
-        backend._confirm(path, digests.size, crc, answer)
-
-    def _is_stored(self, size: int, crc: str | None) -> bool:
-        try:
-            stored = self._backend._head(self._path)
-        except ObjectNotFoundError:
-            return False
-        return stored.size == size and crc is not None and stored.crc == crc
-
-    def abort(self, upload_id: str) -> None:
-        self._backend._abort(self._path, upload_id)
 
 
 def split(path: str) -> tuple[str, str]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptmgr.backends.base import Capabilities, WriteMode
-from ckptmgr.backends.objectrequests import DamagedInTransitError, Page, Stored
+from ckptmgr.backends.body import BodyDigest, FileBody
+from ckptmgr.backends.objectrequests import STALL_S, DamagedInTransitError, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.ossclient import Oss2Client, OssClient
 from ckptmgr.backends.parts import Part, Receipt
-from ckptmgr.core.checksums import Digests, crc64xz_hex
 from ckptmgr.core.errors import BackendError, ObjectExistsError, TransientBackendError
 
 
@@ -25,6 +25,7 @@ class OSSBackend(ObjectStoreBackend):
 
     Args:
         client: the library; oss2, configured by the environment, if not given.
+        stall_s: a request is cut, and tried again, after so many seconds without a byte; for the client that is not given.
         options: those of `ObjectStoreBackend`; OSS takes no part smaller than 100 KiB, except the last.
     """
 
@@ -33,18 +34,19 @@ class OSSBackend(ObjectStoreBackend):
     crc_kind = "crc64xz"
     capabilities = Capabilities(create_only=True, stored_crc="crc64xz")
 
-    def __init__(self, *, client: OssClient | None = None, **options: Any) -> None:
+    def __init__(self, *, client: OssClient | None = None, stall_s: float = STALL_S, **options: Any) -> None:
         super().__init__(**options)
-        self._oss: OssClient = client or Oss2Client()
+        self._oss: OssClient = client or Oss2Client(stall_s=stall_s)
+        self._answers_crc = False
 
-    def _crc_of(self, data: bytes) -> str | None:
-        return crc64xz_hex(data)
+    @property
+    def _store_checks(self) -> bool:
+        return self._answers_crc
 
-    def _crc_in(self, digests: Digests) -> str | None:
-        return digests.crc64xz
-
-    def _put(self, path: str, data: bytes, crc: str | None, mode: WriteMode) -> Stored:
-        return self._oss.put(*split(path), data, create=mode == "create")
+    def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
+        stored = self._oss.put(*split(path), data, create=mode == "create")
+        self._answers_crc = stored.crc is not None
+        return stored
 
     def _head_once(self, path: str) -> Stored:
         return self._oss.head(*split(path))
@@ -73,15 +75,18 @@ class OSSBackend(ObjectStoreBackend):
     def _begin(self, path: str, mode: WriteMode) -> str:
         return self._oss.begin(*split(path), create=mode == "create")
 
-    def _send_part(self, path: str, upload_id: str, part: Part, data: bytes) -> Receipt:
-        receipt = self._oss.send_part(*split(path), upload_id, part.number, data)
-        crc = crc64xz_hex(data)
+    def _send_part(self, path: str, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt:
+        receipt = self._oss.send_part(*split(path), upload_id, part.number, body)
+        self._answers_crc = receipt.crc is not None
         # OSS takes no CRC along with a request; it says what it got, and a damaged part is simply sent again.
-        if receipt.crc is not None and receipt.crc != crc:
-            text = f"part {part.number} of oss://{path} arrived with CRC-64 {receipt.crc} instead of {crc}"
-            facts = {"backend": "oss", "operation": "write a part of", "key": path, "expected": crc}
-            raise DamagedInTransitError(text, actual=receipt.crc, **facts)
+        if receipt.crc is not None and receipt.crc != digest.crc:
+            text = f"part {part.number} of oss://{path} arrived with CRC-64 {receipt.crc} instead of {digest.crc}"
+            facts = {"backend": "oss", "operation": "write a part of", "key": path, "actual": receipt.crc}
+            raise DamagedInTransitError(text, expected=digest.crc, **facts)
         return receipt
+
+    def _list_parts(self, path: str, upload_id: str) -> list[Receipt]:
+        return self._oss.list_parts(*split(path), upload_id)
 
     def _copy_part(self, path: str, upload_id: str, part: Part, source: str) -> Receipt:
         bucket, key = split(path)

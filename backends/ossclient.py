@@ -14,20 +14,20 @@ from urllib.parse import urlsplit
 import oss2  # type: ignore[import-untyped, unused-ignore]
 import oss2.credentials  # type: ignore[import-untyped, unused-ignore]
 
-from ckptmgr.backends.objectrequests import Page, Stored
+from ckptmgr.backends.body import FileBody
+from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S, Page, Stored
 from ckptmgr.backends.osserrors import oss_errors
 from ckptmgr.backends.parts import Receipt
 from ckptmgr.core.errors import AccessDeniedError, ConfigError
 
 _READ_BYTES = 1 << 20
-_TIMEOUTS_S = (10, 60)  # to connect; between two bytes of an answer
 _POOL = 32
 
 
 class OssClient(Protocol):
     """Single requests to OSS, one try each, with the library's errors translated. Safe from any thread."""
 
-    def put(self, bucket: str, key: str, data: bytes, *, create: bool) -> Stored: ...
+    def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored: ...
 
     def head(self, bucket: str, key: str) -> Stored: ...
 
@@ -45,7 +45,9 @@ class OssClient(Protocol):
 
     def begin(self, bucket: str, key: str, *, create: bool) -> str: ...
 
-    def send_part(self, bucket: str, key: str, upload_id: str, number: int, data: bytes) -> Receipt: ...
+    def send_part(self, bucket: str, key: str, upload_id: str, number: int, body: FileBody) -> Receipt: ...
+
+    def list_parts(self, bucket: str, key: str, upload_id: str) -> list[Receipt]: ...
 
     def copy_part(
         self, bucket: str, key: str, upload_id: str, number: int, *, source: tuple[str, str], first: int, last: int
@@ -61,9 +63,14 @@ class Oss2Client:
 
     Requests are signed with V4, which needs the region; `OSS_SIGNATURE_VERSION=v1` signs without it. `OSS_CNAME=1` says that the
     endpoint is a custom domain bound to the bucket. An endpoint that is an IP address is used path-style.
+
+    Args:
+        stall_s: seconds without a byte after which a request is cut.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stall_s: float = STALL_S) -> None:
+        # To connect, and to get the first block of a request out on a new connection; between two bytes of an answer, and for a later block.
+        self._timeouts_s = (min(CONNECT_S, stall_s), stall_s)
         self._buckets: dict[tuple[int, str], Any] = {}
         self._sessions: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -97,7 +104,7 @@ class Oss2Client:
                 name,
                 is_cname=self._is_cname,
                 session=session,
-                connect_timeout=_TIMEOUTS_S,
+                connect_timeout=self._timeouts_s,
                 app_name="ckptmgr",
                 enable_crc=False,
                 region=self._region or None,
@@ -106,7 +113,9 @@ class Oss2Client:
     def _errors(self, operation: str, bucket: str, key: str) -> Any:
         return oss_errors(operation, f"{bucket}/{key}", self.endpoint)
 
-    def put(self, bucket: str, key: str, data: bytes, *, create: bool) -> Stored:
+    def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored:
+        if isinstance(data, FileBody):
+            data.start_sending()
         with self._errors("write", bucket, key):
             return _stored(self._bucket(bucket).put_object(key, data, headers=_condition(create)))
 
@@ -178,10 +187,23 @@ class Oss2Client:
         with self._errors("begin to write", bucket, key):
             return str(self._bucket(bucket).init_multipart_upload(key, headers=_condition(create)).upload_id)
 
-    def send_part(self, bucket: str, key: str, upload_id: str, number: int, data: bytes) -> Receipt:
+    def send_part(self, bucket: str, key: str, upload_id: str, number: int, body: FileBody) -> Receipt:
+        body.start_sending()
         with self._errors("write a part of", bucket, key):
-            answer = self._bucket(bucket).upload_part(key, upload_id, number, data)
+            answer = self._bucket(bucket).upload_part(key, upload_id, number, body)
         return Receipt(number=number, etag=answer.etag, crc=None if answer.crc is None else f"{answer.crc:016x}")
+
+    def list_parts(self, bucket: str, key: str, upload_id: str) -> list[Receipt]:
+        # OSS also answers the CRC of each part, which oss2 does not read.
+        receipts: list[Receipt] = []
+        marker = ""
+        while True:
+            with self._errors("list the parts of", bucket, key):
+                answer = self._bucket(bucket).list_parts(key, upload_id, marker=marker)
+            receipts += [Receipt(number=one.part_number, etag=one.etag, size=one.size) for one in answer.parts]
+            if not answer.is_truncated:
+                return receipts
+            marker = answer.next_marker
 
     def copy_part(
         self, bucket: str, key: str, upload_id: str, number: int, *, source: tuple[str, str], first: int, last: int

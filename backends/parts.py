@@ -1,7 +1,7 @@
-"""Large files in parts: how a file is cut, and the loops that move the parts up and down.
+"""Large files in parts: how a file is cut, and how its parts come down.
 
-The plan is pure. The loops know nothing of S3 or OSS: they call a `PartSender` or a fetch function, retry each part by itself,
-and keep a bounded number of parts in memory.
+The plan is pure. The loop down is here and calls a fetch function; the loop up is `partupload.py`. Both retry each part by itself, and hold no part in
+memory.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html (10,000 parts; 5 MiB to 5 GiB each but the last)
 Source: https://www.alibabacloud.com/help/en/oss/user-guide/multipart-upload (10,000 parts; 100 KB to 5 GB each but the last)
@@ -11,19 +11,14 @@ Source: https://developers.cloudflare.com/r2/api/s3/api (R2: all parts but the l
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptmgr.backends.localfile import SourceFile
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.backends.retry import Retrier
-from ckptmgr.core.checksums import Digests
-from ckptmgr.core.errors import CkptmgrError
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
@@ -31,8 +26,6 @@ MAX_PART_BYTES = 5 << 30
 # Room below the limit, so that a plan never sits on it; and sizes that stay multiples of a file system's blocks.
 _PLANNED_PARTS = 9_000
 _ROUND_BYTES = 8 << 20
-
-log = logging.getLogger("ckptmgr.backends")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,87 +69,34 @@ def plan_parts(size: int, part_bytes: int = PART_BYTES) -> PartPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What the store answered for one part."""
+    """What the store says of one part that it holds.
+
+    Attributes:
+        crc: of the store's kind, 16 hexadecimal digits; None where it says none.
+        size: in bytes; None where it does not say.
+    """
 
     number: int
     etag: str
     crc: str | None = None
+    size: int | None = None
 
 
-class PartSender(Protocol):
-    """The four calls of a multipart upload to one key. `send` is called from several threads."""
+class PartJournal(Protocol):
+    """Where the id of a multipart upload is kept on this machine, so that a later try of the same file goes on with it, also after a kill.
 
-    def begin(self) -> str:
-        """Start an upload; its id."""
-
-    def send(self, upload_id: str, part: Part, data: bytes) -> Receipt:
-        """Store one part; sent again it replaces the earlier one."""
-
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
-        """Make the object visible, all parts at once, and check that the store holds `digests`."""
-
-    def abort(self, upload_id: str) -> None:
-        """Throw the parts away."""
-
-
-def upload_parts(
-    source: SourceFile,
-    plan: PartPlan,
-    sender: PartSender,
-    *,
-    what: str,
-    retrier: Retrier,
-    workers: int = 4,
-    progress: Callable[[int], object] | None = None,
-) -> Digests:
-    """Upload `source` in the parts of `plan`; the object becomes visible at the end or not at all.
-
-    The file is read and digested once, in order, by the calling thread; at most `workers` + 1 parts are in memory. On any
-    failure the upload is aborted, so that no invisible parts stay behind and are paid for.
-
-    Raises:
-        SourceChangedError: the file is not, or no longer, what was described; nothing became visible.
+    Used by the thread that called `put_file`, never by two at once.
     """
-    upload_id = retrier(f"begin {what}", sender.begin)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="ckptmgr-part")
-    try:
-        receipts: list[Receipt] = []
-        pending: deque[tuple[Part, Future[Receipt]]] = deque()
 
-        def settle() -> None:
-            part, future = pending.popleft()
-            receipts.append(future.result())
-            if progress is not None:
-                progress(part.length)
+    @property
+    def upload_id(self) -> str | None:
+        """The upload that is under way, or was when the last try ended."""
 
-        for part in plan:
-            data = source.digest_at(part.offset, part.length)
-            if len(pending) >= workers:
-                settle()
-            pending.append((part, pool.submit(_send, sender, upload_id, part, data, what, retrier)))
-            del data
-        while pending:
-            settle()
-        digests = source.finish()
-        sender.finish(upload_id, receipts, digests)
-    except BaseException:
-        # Parts under way would land after the abort and stay: wait for them first.
-        pool.shutdown(wait=True, cancel_futures=True)
-        _abort(sender, upload_id, what)
-        raise
-    pool.shutdown()
-    return digests
+    def began(self, upload_id: str) -> None:
+        """Keep the id of a new upload, durably, before its first part is sent."""
 
-
-def _send(sender: PartSender, upload_id: str, part: Part, data: bytes, what: str, retrier: Retrier) -> Receipt:
-    return retrier(f"part {part.number} of {what}", lambda: sender.send(upload_id, part, data))
-
-
-def _abort(sender: PartSender, upload_id: str, what: str) -> None:
-    try:
-        sender.abort(upload_id)
-    except CkptmgrError as error:
-        log.warning("the abandoned parts of %s (upload %s) stay in the store: %s", what, upload_id, error)
+    def ended(self) -> None:
+        """The upload has become the object, or was given up. Need not be durable: an id that the store does not know any more is found out."""
 
 
 #: Fetches the bytes of one part from `offset` on, calling the sink with each block as it arrives.

@@ -28,6 +28,7 @@ log = logging.getLogger("ckptmgr.backends")
 # Not the global generator (nor tenacity's waits, which use it): a retry beside a training would move the training's random numbers, and
 # ranks that seeded alike would come back together.
 _JITTER = random.Random()
+_SLICE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class RetryPolicy:
 
 
 #: For a person or a script that waits for the answer. A store that refuses connections or answers 5xx is given up after at most 6.2 s; one that
-#: accepts them and stays silent after about a minute, the clients' own timeout (10 s to connect, 60 s between bytes); nothing takes longer than
+#: accepts them and stays silent after about a minute, two of the clients' own limits (10 s to connect, 30 s without a byte); nothing takes longer than
 #: `deadline_s` plus that. The first request that is given up ends a command.
 INTERACTIVE = RetryPolicy()
 #: For uploads nobody watches: 30 % failing requests leave less than 1 in 100,000 that give up.
@@ -66,6 +67,10 @@ class Retrier:
         stop: when set, a wait ends at once and the last error is raised: `close()` need not wait for a dead store.
         sleep: replaces the wait (tests).
         clock: seconds, monotonic (tests).
+        on_retry: called before each further try, by the thread that makes it; must be quick, and not raise.
+
+    Attributes:
+        retries: further tries so far, of all calls together.
     """
 
     def __init__(
@@ -75,14 +80,21 @@ class Retrier:
         stop: threading.Event | None = None,
         sleep: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[], object] | None = None,
     ) -> None:
         self.policy = policy
+        self.retries = 0
         self._stop = stop or threading.Event()
         self._sleep = sleep or self._stop.wait
         self._clock = clock
+        self._on_retry = on_retry
+        self._counting = threading.Lock()
 
-    def __call__(self, what: str, call: Callable[[], T]) -> T:
+    def __call__(self, what: str, call: Callable[[], T], *, ended: threading.Event | None = None) -> T:
         """The result of `call`; `what` names it in the log.
+
+        Args:
+            ended: as `stop`, for this call alone.
 
         Raises:
             TransientBackendError: the last one, with `attempts` and `elapsed_s`; it is not retried by an outer retrier.
@@ -94,9 +106,16 @@ class Retrier:
             if hasattr(error, "attempts"):
                 # An inner retrier (a part of a multipart upload) has used up the policy already.
                 raise
-            return self._again(what, call, error, started)
+            return self._again(what, call, error, started, ended)
 
-    def _again(self, what: str, call: Callable[[], T], first: TransientBackendError, started: float) -> T:
+    def _again(
+        self,
+        what: str,
+        call: Callable[[], T],
+        first: TransientBackendError,
+        started: float,
+        ended: threading.Event | None,
+    ) -> T:
         import tenacity  # 40 ms: only needed when something failed
 
         pending = [first]
@@ -105,6 +124,7 @@ class Retrier:
             # The failed first try takes part in the counting without being made twice.
             if pending:
                 raise pending.pop()
+            self._count()
             return call()
 
         def used_up(state: RetryCallState) -> bool:
@@ -112,6 +132,7 @@ class Retrier:
             asked = _asked_for(state)
             return (
                 self._stop.is_set()
+                or (ended is not None and ended.is_set())
                 or state.attempt_number >= self.policy.attempts
                 or spent >= self.policy.deadline_s
                 or spent + asked > self.policy.deadline_s
@@ -127,7 +148,13 @@ class Retrier:
             log.info("%s: try %d failed (%s); again in %.1f s", what, state.attempt_number, _error_of(state), wait_s)
 
         def sleep(seconds: float) -> None:
-            self._sleep(seconds)
+            until = self._clock() + seconds
+            # In slices where a second event may end it.
+            while ended is not None and seconds > _SLICE_S and not (ended.is_set() or self._stop.is_set()):
+                self._sleep(_SLICE_S)
+                seconds = min(seconds - _SLICE_S, until - self._clock())
+            if ended is None or not ended.is_set():
+                self._sleep(max(0.0, seconds))
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
@@ -146,6 +173,12 @@ class Retrier:
                 error.__dict__.update(attempts=tries, elapsed_s=elapsed_s)
                 error.message += f" (gave up after {tries} {'try' if tries == 1 else 'tries'} in {elapsed_s:.1f} s)"
             raise
+
+    def _count(self) -> None:
+        with self._counting:
+            self.retries += 1
+        if self._on_retry is not None:
+            self._on_retry()
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -176,6 +209,10 @@ class RetryingBackend(WrappedBackend):
     @property
     def unretried(self) -> Backend:
         return self.inner
+
+    @property
+    def retries(self) -> int:
+        return self.retrier.retries
 
     def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
         return self.retrier(f"{self.kind} {verb} {path}", call)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptmgr.backends.base import Capabilities, WriteMode
-from ckptmgr.backends.objectrequests import Page, Stored
+from ckptmgr.backends.body import BodyDigest, FileBody
+from ckptmgr.backends.objectrequests import STALL_S, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.parts import Part, Receipt
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3errors import classify, s3_errors
-from ckptmgr.core.checksums import Digests, crc64nvme_hex
 from ckptmgr.core.errors import BackendError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
 
 _READ_BYTES = 1 << 20
@@ -27,6 +27,7 @@ class S3Backend(ObjectStoreBackend):
 
     Args:
         client_config: botocore `Config` options that go over ours.
+        stall_s: a request is cut, and tried again, after so many seconds without a byte.
         options: those of `ObjectStoreBackend`; S3 takes no part smaller than 5 MiB, except the last.
 
     Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
@@ -36,21 +37,21 @@ class S3Backend(ObjectStoreBackend):
     kind = "s3"
     crc_kind = "crc64nvme"
 
-    def __init__(self, *, client_config: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, client_config: dict[str, Any] | None = None, stall_s: float = STALL_S, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self._s3 = S3Client(client_config)
+        self._s3 = S3Client(client_config, stall_s=stall_s)
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return Capabilities(create_only=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme")
 
-    def _crc_of(self, data: bytes) -> str | None:
-        return crc64nvme_hex(data)
+    @property
+    def _store_checks(self) -> bool:
+        return self._s3.takes_crc is True
 
-    def _crc_in(self, digests: Digests) -> str | None:
-        return digests.crc64nvme
-
-    def _put(self, path: str, data: bytes, crc: str | None, mode: WriteMode) -> Stored:
+    def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
         bucket, key = split(path)
         arguments = {"Bucket": bucket, "Key": key, "Body": data, **_condition(mode)}
         return _stored(self._s3.checked_request("put_object", path, _crc_header(crc), **arguments))
@@ -134,11 +135,24 @@ class S3Backend(ObjectStoreBackend):
         answer = self._s3.checked_request("create_multipart_upload", path, checksums, Bucket=bucket, Key=key)
         return str(answer["UploadId"])
 
-    def _send_part(self, path: str, upload_id: str, part: Part, data: bytes) -> Receipt:
+    def _send_part(self, path: str, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt:
         bucket, key = split(path)
-        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": part.number, "Body": data}
-        answer = self._s3.checked_request("upload_part", path, _crc_header(crc64nvme_hex(data)), **arguments)
-        return Receipt(number=part.number, etag=answer["ETag"], crc=answer.get("ChecksumCRC64NVME"))
+        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": part.number, "Body": body}
+        answer = self._s3.checked_request("upload_part", path, _crc_header(digest.crc), **arguments)
+        return Receipt(number=part.number, etag=answer["ETag"], crc=_crc_hex(answer))
+
+    def _list_parts(self, path: str, upload_id: str) -> list[Receipt]:
+        bucket, key = split(path)
+        arguments: dict[str, Any] = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "MaxParts": 1000}
+        receipts: list[Receipt] = []
+        while True:
+            answer = self._s3.request("list_parts", path, **arguments)
+            for entry in answer.get("Parts", []):
+                number, size = int(entry["PartNumber"]), int(entry["Size"])
+                receipts.append(Receipt(number=number, etag=entry["ETag"], crc=_crc_hex(entry), size=size))
+            if not answer.get("IsTruncated"):
+                return receipts
+            arguments["PartNumberMarker"] = answer["NextPartNumberMarker"]
 
     def _copy_part(self, path: str, upload_id: str, part: Part, source: str) -> Receipt:
         bucket, key = split(path)
@@ -152,7 +166,7 @@ class S3Backend(ObjectStoreBackend):
             CopySource=_source(source),
             CopySourceRange=f"bytes={part.offset}-{part.offset + part.length - 1}",
         )["CopyPartResult"]
-        return Receipt(number=part.number, etag=answer["ETag"], crc=answer.get("ChecksumCRC64NVME"))
+        return Receipt(number=part.number, etag=answer["ETag"], crc=_crc_hex(answer))
 
     def _complete(self, path: str, upload_id: str, receipts: list[Receipt], crc: str | None, mode: WriteMode) -> Stored:
         bucket, key = split(path)
@@ -178,28 +192,28 @@ def _crc_header(crc: str | None) -> dict[str, str]:
     return {} if crc is None else {"ChecksumCRC64NVME": base64.b64encode(bytes.fromhex(crc)).decode()}
 
 
+def _crc_hex(answer: dict[str, Any]) -> str | None:
+    crc = answer.get("ChecksumCRC64NVME")
+    return None if not crc else base64.b64decode(crc).hex()
+
+
 def _source(path: str) -> dict[str, str]:
     bucket, key = split(path)
     return {"Bucket": bucket, "Key": key}
 
 
 def _part_record(receipt: Receipt) -> dict[str, Any]:
-    record: dict[str, Any] = {"PartNumber": receipt.number, "ETag": receipt.etag}
-    if receipt.crc:
-        record["ChecksumCRC64NVME"] = receipt.crc
-    return record
+    return {"PartNumber": receipt.number, "ETag": receipt.etag, **_crc_header(receipt.crc)}
 
 
 def _stored(answer: dict[str, Any]) -> Stored:
     modified = answer.get("LastModified")
-    crc = answer.get("ChecksumCRC64NVME")
-    # A composite checksum, of the parts' checksums, says nothing about the bytes of the whole.
-    whole = crc if crc and answer.get("ChecksumType") != "COMPOSITE" else None
     return Stored(
         etag=str(answer.get("ETag", "")).strip('"'),
         size=answer.get("ContentLength"),
         mtime=None if modified is None else modified.timestamp(),
-        crc=None if whole is None else base64.b64decode(whole).hex(),
+        # A composite checksum, of the parts' checksums, says nothing about the bytes of the whole.
+        crc=None if answer.get("ChecksumType") == "COMPOSITE" else _crc_hex(answer),
     )
 
 

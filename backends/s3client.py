@@ -10,9 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
+import botocore.auth
 import botocore.exceptions
 from botocore.config import Config
 
+from ckptmgr.backends.body import FileBody
+from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.core.errors import BackendError, ConfigError
 
@@ -26,6 +29,10 @@ _NO_CHECKSUMS = {
 }
 
 
+_SIGNER = "ckptmgr-s3v4"
+botocore.auth.AUTH_TYPE_MAPS[_SIGNER] = botocore.auth.S3SigV4Auth
+
+
 class S3Client:
     """Single requests, with botocore's errors translated. Safe from any thread.
 
@@ -34,13 +41,15 @@ class S3Client:
 
     Args:
         overrides: botocore `Config` options that go over ours.
+        stall_s: seconds without a byte after which a request is cut.
 
     Attributes:
         takes_crc: whether the store takes checksum headers; None until it was seen to do or to refuse it.
     """
 
-    def __init__(self, overrides: dict[str, Any] | None = None) -> None:
-        self._overrides = overrides or {}
+    def __init__(self, overrides: dict[str, Any] | None = None, *, stall_s: float = STALL_S) -> None:
+        # The time to connect is also that to get the first block of a request out on a new connection; botocore knows no other.
+        self._options = {"connect_timeout": min(CONNECT_S, stall_s), "read_timeout": stall_s, **(overrides or {})}
         self._clients: dict[int, Any] = {}
         self._lock = threading.Lock()
         self.takes_crc: bool | None = None
@@ -55,13 +64,13 @@ class S3Client:
         client = self._client()
         with s3_errors(operation, path, client.meta.endpoint_url):
             try:
-                return dict(getattr(client, operation)(**arguments))
+                return _call(client, operation, arguments)
             except botocore.exceptions.ClientError as error:
                 if code_of(error) not in EXPIRED:
                     raise
                 # Session credentials come from files and variables that somebody may have renewed by now.
                 self._forget(client)
-            return dict(getattr(self._client(), operation)(**arguments))
+            return _call(self._client(), operation, arguments)
 
     def checked_request(
         self, operation: str, path: str, checksums: dict[str, Any], /, **arguments: Any
@@ -90,7 +99,7 @@ class S3Client:
             with self._lock:
                 client = self._clients.get(pid)
                 if client is None:
-                    client = self._clients[pid] = _make_client(self._overrides)
+                    client = self._clients[pid] = _make_client(self._options)
         return client
 
     def _forget(self, client: Any) -> None:
@@ -106,11 +115,16 @@ def _may_be_the_checksums(error: BackendError) -> bool:
     return code in _NO_CHECKSUMS or (not code and status in (400, 403, 501))
 
 
+def _call(client: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    body = arguments.get("Body")
+    if isinstance(body, FileBody):
+        body.rewind()
+    return dict(getattr(client, operation)(**arguments))
+
+
 def _make_client(overrides: dict[str, Any]) -> Any:
     options: dict[str, Any] = {
         "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "connect_timeout": 10,
-        "read_timeout": 60,
         "max_pool_connections": 32,
         "tcp_keepalive": True,
         # Our own checksums go along as headers; botocore's would be trailers, which several stores refuse.
@@ -130,7 +144,39 @@ def _make_client(overrides: dict[str, Any]) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
+    _sign_no_payload_over_tls(client)
+    for operation in ("PutObject", "UploadPart"):
+        client.meta.events.register_first(f"choose-signer.s3.{operation}", _choose_signer)
+    client.meta.events.register("before-send.s3", _mark_as_sending)
+    client.meta.events.register_last("before-call.s3", _do_not_wait_for_leave)
     return client
+
+
+def _sign_no_payload_over_tls(client: Any) -> None:
+    """Over TLS, and with a CRC of their own, bodies need no SHA-256 in the signature, which costs more than all other digests together.
+
+    botocore leaves it out by itself only for checksums that it computes. `payload_signing_enabled` in the user's configuration goes over this.
+    """
+    config = client.meta.config
+    if client.meta.endpoint_url.startswith("https://") and "payload_signing_enabled" not in (config.s3 or {}):
+        config.s3 = {**(config.s3 or {}), "payload_signing_enabled": False}
+
+
+def _choose_signer(signature_version: Any, context: dict[str, Any], **kwargs: Any) -> str | None:
+    """awscrt's signer, which botocore takes where it is installed, reads a body in pieces of 4 KiB: 8,000 calls into Python per part."""
+    is_plain = signature_version in ("v4", "s3v4") and context.get("auth_type") in (None, "v4")
+    return _SIGNER if is_plain else None
+
+
+def _mark_as_sending(request: Any, **kwargs: Any) -> None:
+    """What was read of a body before was for the signature."""
+    if isinstance(request.body, FileBody):
+        request.body.start_sending()
+
+
+def _do_not_wait_for_leave(params: dict[str, Any], **kwargs: Any) -> None:
+    """botocore asks before it sends a file (Expect: 100-continue): a round trip per part, and a second where the answer is silence."""
+    params.get("headers", {}).pop("Expect", None)
 
 
 def addressing_style(endpoint: str) -> str | None:

@@ -78,6 +78,7 @@ _WORDS = {
     "copy_object": "copy to",
     "create_multipart_upload": "begin to write",
     "upload_part": "write a part of",
+    "list_parts": "list the parts of",
     "upload_part_copy": "copy a part to",
     "complete_multipart_upload": "finish writing",
     "abort_multipart_upload": "abandon",

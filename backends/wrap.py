@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmgr.backends.base import Backend, Capabilities, CrcKind, WriteMode
 from ckptmgr.core.checksums import Digests
+
+if TYPE_CHECKING:
+    from ckptmgr.backends.parts import PartJournal
 
 T = TypeVar("T")
 
@@ -35,6 +38,10 @@ class WrappedBackend(Backend):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return self.inner.capabilities
 
+    @property
+    def retries(self) -> int:
+        return self.inner.retries
+
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         return self._around("pipe_file", path, lambda: self.inner.pipe_file(path, value, mode, **kwargs))
 
@@ -46,11 +53,16 @@ class WrappedBackend(Backend):
         mode: WriteMode = "overwrite",
         *,
         expected: Digests | None = None,
+        parts: PartJournal | None = None,
         **kwargs: Any,
     ) -> None:
-        return self._around(
-            "put_file", rpath, lambda: self.inner.put_file(lpath, rpath, callback, mode, expected=expected, **kwargs)
-        )
+        def put() -> None:
+            self.inner.put_file(lpath, rpath, callback, mode, expected=expected, parts=parts, **kwargs)
+
+        return self._around("put_file", rpath, put)
+
+    def abort_upload(self, path: str, upload_id: str) -> None:
+        return self._around("abort_upload", path, lambda: self.inner.abort_upload(path, upload_id))
 
     def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
         return self._around("get_file", rpath, lambda: self.inner.get_file(rpath, lpath, callback, **kwargs))

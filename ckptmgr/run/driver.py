@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptmgr.backends.atomic import digest_file, link_or_copy
+from ckptmgr.backends.parts import PartJournal
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
 from ckptmgr.core.manifest import FileEntry
@@ -48,7 +49,8 @@ class StoreDriver:
         link: `Fetch` makes hard links where it can. Only from a local tier: a trainer that writes a resumed file in place would otherwise
             reach through the link into the store.
         record: called for each `Record`, durably, before it returns.
-        moved: called with the number of bytes of each block transferred.
+        moved: called with the number of bytes transferred since the last call, several times a second, also with 0.
+        parts: the journal of a file's upload in parts, by its path.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StoreDriver:
         link: bool = False,
         record: Callable[[Record], None] | None = None,
         moved: Callable[[int], None] | None = None,
+        parts: Callable[[str], PartJournal] | None = None,
     ) -> None:
         self._run = run
         self._source = source
@@ -67,6 +70,7 @@ class StoreDriver:
         self._link = link
         self._record = record
         self._callback = None if moved is None else _Moved(moved)
+        self._parts = parts
 
     def __call__(self, operation: Operation) -> Any:
         match operation:
@@ -105,8 +109,13 @@ class StoreDriver:
     def _put(self, key: str, entry: FileEntry) -> None:
         if self._source is None:
             raise SourceChangedError(f"there is no local copy of {entry.path} to upload", path=entry.path)
-        source = self._source / entry.path
-        self._run.fs.put_file(str(source), self._run.path(key), callback=self._callback, expected=entry.digests)
+        self._run.fs.put_file(
+            str(self._source / entry.path),
+            self._run.path(key),
+            callback=self._callback,
+            expected=entry.digests,
+            parts=None if self._parts is None else self._parts(entry.path),
+        )
 
     def _fetch(self, key: str, entry: FileEntry) -> str | None:
         if self._target is None:

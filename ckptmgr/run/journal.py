@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ class UploadEntry:
         content: `content_id` of what is being sent: a stem is only taken up again for the same bytes (I2).
         began_at_s: seconds since 1970 when the first byte was sent under `remote`.
         confirmed: paths that the store holds under `remote`.
+        multiparts: path -> id of the upload in parts that is under way under `remote`, or was when the last try ended. Whoever removes the entry
+            aborts them (`ckptmgr.run.replicate.abort_multiparts`), or the store keeps parts that nobody sees.
         tries: uploads begun.
         error: the last failure, one line.
         size_bytes: of the save, noted when it is evicted.
@@ -51,6 +53,7 @@ class UploadEntry:
     content: str = ""
     began_at_s: float | None = None
     confirmed: frozenset[str] = frozenset()
+    multiparts: Mapping[str, str] = field(default_factory=dict)
     tries: int = 0
     error: str = ""
     size_bytes: int = 0
@@ -63,13 +66,19 @@ class UploadEntry:
         """The entry once `event` has happened."""
         match event.event:
             case "confirmed":
-                return replace(self, confirmed=self.confirmed | {event.path})
+                return replace(self.in_parts(event.path, None), confirmed=self.confirmed | {event.path})
             case "renamed":
-                return replace(self, remote=event.stem, confirmed=frozenset(), began_at_s=None)
+                return replace(self, remote=event.stem, confirmed=frozenset(), multiparts={}, began_at_s=None)
             case "uploaded":
-                return replace(self, state="uploaded", remote=event.stem, error="")
+                return replace(self, state="uploaded", remote=event.stem, multiparts={}, error="")
             case "dropped":
-                return replace(self, state="dropped", error="it was pruned in the store before this upload ended")
+                error = "it was pruned in the store before this upload ended"
+                return replace(self, state="dropped", multiparts={}, error=error)
+
+    def in_parts(self, path: str, upload_id: str | None) -> UploadEntry:
+        """The entry once the upload of `path` in parts has this id; None: there is none (any more)."""
+        others = {name: known for name, known in self.multiparts.items() if name != path}
+        return replace(self, multiparts=others if upload_id is None else {**others, path: upload_id})
 
 
 class _EntryDoc(msgspec.Struct, kw_only=True):
@@ -81,6 +90,7 @@ class _EntryDoc(msgspec.Struct, kw_only=True):
     content: str = ""
     began_at_s: float | None = None
     confirmed: list[str] = []
+    multiparts: dict[str, str] = {}
     tries: int = 0
     error: str = ""
     size_bytes: int = 0
@@ -121,6 +131,7 @@ class Journal:
             content=parsed.content,
             began_at_s=parsed.began_at_s,
             confirmed=frozenset(parsed.confirmed),
+            multiparts=parsed.multiparts,
             tries=parsed.tries,
             error=parsed.error,
             size_bytes=parsed.size_bytes,
@@ -139,6 +150,7 @@ class Journal:
             "content": entry.content,
             "began_at_s": entry.began_at_s,
             "confirmed": sorted(entry.confirmed),
+            "multiparts": dict(entry.multiparts),
             "tries": entry.tries,
             "error": entry.error,
             "size_bytes": entry.size_bytes,

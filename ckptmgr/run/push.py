@@ -18,7 +18,7 @@ from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import host_name, new_nonce, state_dir, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
-from ckptmgr.run.replicate import replicate
+from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import joined_attempt
 from ckptmgr.run.tier import describe, next_seq, storable_files
 
@@ -115,6 +115,7 @@ def push(
     earlier = _interrupted(journal, directory, run.url, content, attempt, at)
     if existing is not None:
         if earlier is not None:
+            abort_multiparts(earlier, run)
             journal.forget(earlier.stem)  # its commit was in time, only the answer was lost
         if tag is not None:
             run.tag(tag, existing.stem)

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ckptmgr.backends.parts import PartJournal
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import BackendError, CkptmgrError
+from ckptmgr.core.layout import data_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.operations import Record
 from ckptmgr.core.protocol import Committed, Dropped
@@ -32,14 +35,14 @@ def replicate(
 ) -> Committed | Dropped:
     """Make `manifest`'s checkpoint durable in `target`; returns when it is committed there and that is recorded in the journal.
 
-    A repeat after a failure, a kill or a lost answer sends no object that was confirmed, and none that the store vouches for. The caller holds the
-    upload lock of this save.
+    A repeat after a failure, a kill or a lost answer sends no object that was confirmed, and none that the store vouches for; of a large file that was
+    under way it sends the parts that are missing. The caller holds the upload lock of this save.
 
     Args:
         manifest: what to commit, under its local stem.
         source: directory of its files.
         entry: how far earlier tries came.
-        moved: called with the number of bytes of each block sent.
+        moved: called with the number of bytes sent since the last call, several times a second, also with 0; what it raises ends the upload.
 
     Raises:
         CkptmgrError: it is not committed, as far as is known; the journal keeps what was confirmed, and the state `failed` with the reason.
@@ -48,19 +51,9 @@ def replicate(
     stale = entry.began_at_s is not None and protocol.is_stale(entry.began_at_s, now_s())
     if stale:
         logger.info("%s: its upload began long ago; unless it was committed it goes on under a new name", entry.stem)
-    entry = replace(
-        entry, state="uploading", tries=entry.tries + 1, began_at_s=entry.began_at_s or now_s(), target=target.url
-    )
-    journal.write(entry)
-
-    def record(event: Record) -> None:
-        nonlocal entry
-        entry = entry.after(event)
-        if event.event == "renamed":
-            entry = replace(entry, began_at_s=now_s())
-        journal.write(entry)
-
-    perform = StoreDriver(target, source=source, record=record, moved=moved)
+    progress = _Progress(entry, journal, target, now_s)
+    began_at_s = entry.began_at_s or now_s()
+    progress.note(state="uploading", tries=entry.tries + 1, began_at_s=began_at_s, target=target.url)
     steps = protocol.replicate(
         manifest.renamed(entry.remote),
         new_nonce=new_nonce,
@@ -68,9 +61,74 @@ def replicate(
         resumed=resumed,
         stale_at=utc_stamp() if stale else None,
     )
+    perform = StoreDriver(target, source=source, record=progress.record, moved=moved, parts=progress.parts)
     try:
         target.refuse_replaced()
         return drive(steps, perform)
     except CkptmgrError as exc:
-        journal.write(replace(entry, state="failed", error=str(exc)))
+        progress.note(state="failed", error=str(exc))
         raise
+
+
+def abort_multiparts(entry: UploadEntry, run: RunDirectory) -> None:
+    """Throw away the parts that `entry` has in `run`: for whoever removes it, or gives it up. Best effort, each request made once.
+
+    What cannot be reached stays, and is paid for, until the bucket's rule for incomplete uploads removes it.
+    """
+    for path, upload_id in entry.multiparts.items():
+        key = run.path(data_key(entry.remote, path))
+        try:
+            run.fs.unretried.abort_upload(key, upload_id)
+        except BackendError as exc:
+            logger.warning("abandoned parts stay in the store (%s, upload %s): %s", key, upload_id, exc)
+
+
+class _Progress:
+    """The journal's entry of one upload, kept up to date while it goes on."""
+
+    def __init__(self, entry: UploadEntry, journal: Journal, target: RunDirectory, now_s: Callable[[], float]) -> None:
+        self.entry = entry
+        self._journal = journal
+        self._target = target
+        self._now_s = now_s
+
+    def note(self, **changes: Any) -> None:
+        """Keep the entry with these changes, durably."""
+        self.entry = replace(self.entry, **changes)
+        self._journal.write(self.entry)
+
+    def record(self, event: Record) -> None:
+        if event.event != "confirmed":
+            # Whatever comes now, nothing more is sent under this name.
+            abort_multiparts(self.entry, self._target)
+        self.entry = self.entry.after(event)
+        if event.event == "renamed":
+            self.entry = replace(self.entry, began_at_s=self._now_s())
+        self._journal.write(self.entry)
+
+    def parts(self, path: str) -> PartJournal:
+        return _FileParts(self, path)
+
+    def set_multipart(self, path: str, upload_id: str | None) -> None:
+        self.entry = self.entry.in_parts(path, upload_id)
+        if upload_id is not None:
+            # Before a part is sent. The end of an upload is written with what follows from it.
+            self._journal.write(self.entry)
+
+
+class _FileParts:
+    """The `PartJournal` of one file."""
+
+    def __init__(self, progress: _Progress, path: str) -> None:
+        self._progress = progress
+        self._path = path
+
+    @property
+    def upload_id(self) -> str | None:
+        return self._progress.entry.multiparts.get(self._path)
+
+    def began(self, upload_id: str) -> None:
+        self._progress.set_multipart(self._path, upload_id)
+
+    def ended(self) -> None:
+        self._progress.set_multipart(self._path, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -10,22 +11,16 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.backends.localfile import SourceFile
-from ckptmgr.backends.parts import (
-    MAX_PARTS,
-    PART_BYTES,
-    Part,
-    PartPlan,
-    Receipt,
-    download_parts,
-    plan_parts,
-    upload_parts,
-)
+from ckptmgr.backends.parts import MAX_PARTS, PART_BYTES, Part, PartPlan, Receipt, download_parts, plan_parts
+from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier, RetryPolicy
-from ckptmgr.core.checksums import Digests, digest_bytes
+from ckptmgr.core.checksums import Digests, crc_function, digest_bytes
 from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, DiskFullError, TransientBackendError
 
 RETRIER = Retrier(RetryPolicy(attempts=3), sleep=lambda seconds: None)
 GIB, TIB = 1 << 30, 1 << 40
+crc64xz = crc_function("crc64xz")
+assert crc64xz is not None
 
 
 @pytest.mark.parametrize(
@@ -60,36 +55,66 @@ def test_parts_grow_only_when_they_must() -> None:
 class Sender:
     """An upload in memory. `fail` is asked before each step and may raise."""
 
+    crc = staticmethod(crc64xz)
+    is_stores_crc = True
+
     def __init__(self, fail: Callable[[str, int], None] = lambda step, number: None) -> None:
         self.parts: dict[int, bytes] = {}
         self.object: bytes | None = None
+        self.sent: list[int] = []
+        self.begun = 0
         self.aborted = 0
         self.held = 0
         self.most_held = 0
+        self.answers_crc = True
+        self.known = True
         self._fail = fail
         self._lock = threading.Lock()
 
     def begin(self) -> str:
         self._fail("begin", 0)
-        return "id"
+        self.begun += 1
+        self.known = True
+        self.parts.clear()
+        return f"id-{self.begun}"
 
-    def send(self, upload_id: str, part: Part, data: bytes) -> Receipt:
-        assert len(data) == part.length
+    def stored(self, upload_id: str) -> list[Receipt] | None:
+        self._fail("stored", 0)
+        if not self.known or upload_id != f"id-{self.begun}":
+            return None
+        return [self._receipt(number, data) for number, data in sorted(self.parts.items())]
+
+    def is_complete(self, digests: Digests) -> bool:
+        return self.object is not None and digest_bytes(self.object) == digests
+
+    def send(self, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt | None:
+        assert len(body) == part.length
         with self._lock:
+            self.sent.append(part.number)
             self.held += 1
             self.most_held = max(self.most_held, self.held)
         try:
             self._fail("send", part.number)
+            if not self.known:
+                return None
+            body.start_sending()
+            data = b"".join(body)
+            assert digest.crc == f"{crc64xz(data, 0):016x}"
             self.parts[part.number] = data
         finally:
             with self._lock:
                 self.held -= 1
-        return Receipt(number=part.number, etag=str(part.number))
+        return self._receipt(part.number, data)
+
+    def _receipt(self, number: int, data: bytes) -> Receipt:
+        crc = f"{crc64xz(data, 0):016x}" if self.answers_crc else None
+        return Receipt(number=number, etag=f'"{hashlib.md5(data).hexdigest()}"', crc=crc, size=len(data))
 
     def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
         self._fail("finish", 0)
         assert [receipt.number for receipt in receipts] == sorted(self.parts)
         self.object = b"".join(self.parts[receipt.number] for receipt in receipts)
+        self.known = False
         assert digest_bytes(self.object) == digests
 
     def abort(self, upload_id: str) -> None:

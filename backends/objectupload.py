@@ -1,0 +1,155 @@
+"""How a file gets into an object store: in one request, or in parts. Built from the single requests of `objectrequests.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckptmgr.backends.base import WriteMode
+from ckptmgr.backends.body import BodyDigest, FileBody
+from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.objectrequests import DamagedInTransitError, ObjectRequests, Stored
+from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.retry import Retrier
+from ckptmgr.core.checksums import CrcFunction, Digests, crc_function
+from ckptmgr.core.errors import (
+    BackendError,
+    ObjectNotFoundError,
+    SizeMismatchError,
+)
+
+T = TypeVar("T")
+
+# The store has joined the parts, and the whole is not what was sent.
+_DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch"}
+_BETWEEN = "was written to between being digested and being sent"
+
+
+class ObjectUploads(ObjectRequests):
+    """What the two ways have in common: the checks around them. A path is `bucket/key`."""
+
+    def _put_whole(
+        self, source: SourceFile, path: str, mode: WriteMode, progress: Callable[[int], object] | None
+    ) -> None:
+        """Store all of `source` at `path` in one request; it is read twice, in blocks."""
+        seen, crc = 0, self._crc_function()
+        for block in source.digest_blocks(0, source.size):
+            seen = crc(block, seen)
+        digests = source.finish()
+        body = FileBody(source, 0, source.size, crc=crc, told=progress)
+        if not self._store_checks:
+            body.watch()
+        try:
+            answer = self._put(path, body if source.size else b"", self._crc_in(digests), mode)
+        except BackendError as error:
+            body.check(error)
+            raise
+        if body.sent_crc not in (None, f"{seen:016x}"):
+            self.rm_file(path)
+            raise source.changed(_BETWEEN)
+        self._confirm(path, source.size, self._crc_in(digests), answer)
+
+    def _confirm(self, path: str, size: int, crc: str | None, answer: Stored) -> None:
+        """Check that the store holds what was sent; damaged bytes are removed."""
+        stored = answer
+        if crc is None or answer.crc is None:
+            stored = self._head(path)
+            if answer.etag and stored.etag != answer.etag:
+                # Somebody has overwritten it meanwhile, as one may with a tag. Theirs is not ours to judge, even less to remove.
+                return
+        if stored.size is not None and stored.size != size:
+            self.rm_file(path)
+            text = f"{self._url(path)} has {stored.size} bytes after {size} were sent"
+            raise SizeMismatchError(text, expected=size, actual=stored.size, key=path)
+        if crc is not None and stored.crc is not None and stored.crc != crc:
+            self.rm_file(path)
+            raise self._damaged(path, crc, stored.crc)
+
+    def _damaged(self, path: str, expected: str | None, actual: str) -> DamagedInTransitError:
+        text = f"{self._url(path)} was stored with {self.crc_kind} {actual} instead of {expected}"
+        facts = {"backend": self.kind, "operation": "write", "key": path}
+        return DamagedInTransitError(text, expected=expected, actual=actual, **facts)
+
+    def _crc_function(self) -> CrcFunction:
+        """That of the store's kind, or one that this machine can compute."""
+        crc = crc_function(self.crc_kind) or crc_function("crc64xz")
+        assert crc is not None
+        return crc
+
+    def _head(self, path: str) -> Stored:
+        """What the store says about an object."""
+        return self._head_once(path)
+
+    def _url(self, path: str) -> str:
+        return f"{self.kind}://{path}"
+
+
+class ObjectUpload:
+    """The `PartSender` of one key."""
+
+    def __init__(self, requests: ObjectUploads, path: str, mode: WriteMode, retrier: Retrier) -> None:
+        self.crc = requests._crc_function()
+        self.is_stores_crc = crc_function(requests.crc_kind) is not None
+        self._requests = requests
+        self._path = path
+        self._mode: WriteMode = mode
+        self._retrier = retrier
+
+    def begin(self) -> str:
+        return self._requests._begin(self._path, self._mode)
+
+    def stored(self, upload_id: str) -> list[Receipt] | None:
+        return _unless_gone(lambda: self._requests._list_parts(self._path, upload_id))
+
+    def send(self, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt | None:
+        if not self._requests._store_checks:
+            body.watch()
+        receipt = _unless_gone(lambda: self._requests._send_part(self._path, upload_id, part, body, digest))
+        if body.sent_crc not in (None, digest.seen):
+            raise body.source.changed(_BETWEEN)
+        return receipt
+
+    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
+        requests, path = self._requests, self._path
+        crc = requests._crc_in(digests)
+        tries = 0
+
+        def complete() -> Stored | None:
+            nonlocal tries
+            tries += 1
+            try:
+                return requests._complete(path, upload_id, receipts, crc, self._mode)
+            except BackendError as error:
+                # An earlier try may have been applied and its answer lost: the upload has become the object, and stores
+                # answer differently to completing it again (success, no such upload, the object exists).
+                if tries > 1 and self.is_complete(digests):
+                    return Stored(etag="")
+                # These parts will never amount to anything else: tried again, it is with new ones.
+                if getattr(error, "code", "") in _DAMAGED:
+                    return None
+                raise
+
+        answer = self._retrier(f"complete {requests._url(path)}", complete)
+        if answer is None:
+            raise requests._damaged(path, crc, "another")
+        requests._confirm(path, digests.size, crc, answer)
+
+    def is_complete(self, digests: Digests) -> bool:
+        crc = self._requests._crc_in(digests)
+        try:
+            stored = self._requests._head(self._path)
+        except ObjectNotFoundError:
+            return False
+        return stored.size == digests.size and crc is not None and stored.crc == crc
+
+    def abort(self, upload_id: str) -> None:
+        self._requests._abort(self._path, upload_id)
+
+
+def _unless_gone(call: Callable[[], T]) -> T | None:
+    try:
+        return call()
+    except BackendError as error:
+        if getattr(error, "code", "") != "NoSuchUpload":
+            raise
+        return None
