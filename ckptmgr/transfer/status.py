@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.backends.atomic import TEMP_PREFIX
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.layout import TRANSFER_FILE, Stem, parse_stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import locks
@@ -266,7 +267,7 @@ class TransferFile:
                 known = [found for found in (self._durable, durable) if found is not None]
                 self._durable = max(known, key=lambda found: found.stem, default=None)
                 self._replace(_document(status, target, self._durable))
-            except OSError:
+            except (OSError, CkptmgrError):
                 return False
             self._written = now
             return True
