@@ -133,7 +133,7 @@ class CheckpointManager:
         self._stop = threading.Event()
         self._parent = Parent()
         self._session: Session | None = None
-        self._closed = False
+        self._report: CloseReport | None = None
         self._memory: Memory = {}
 
     # --- restoring --------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class CheckpointManager:
         if not is_main_process():
             return None
         self.begin()
-        if self._session is None or self._closed:
+        if self._session is None or self._report is not None:
             raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
         self._raise_late()
         urgent = not EMERGENCIES.isdisjoint(facts.reasons)
@@ -397,7 +397,7 @@ class CheckpointManager:
     def reserve(self, state: Mapping[str, Any]) -> None:
         """Get the buffers for saves of `state` ready in the background, so that the first save, too, costs no more than a copy; warns when the
         memory or the disk is too small. Call it once the optimizer has its state."""
-        if self._session is not None and not self._closed:
+        if self._session is not None and self._report is None:
             needed = self._session.saver.reserve(state)
             warn_of_shortage(self._session.tier, needed, self._settings.queue)
 
@@ -456,12 +456,11 @@ class CheckpointManager:
             CkptmgrError: with `on_save_error="raise"`, a save failed in the background; everything is closed.
         """
         session = self._session
-        if session is None or self._closed:
-            return CloseReport()
-        self._closed = True
+        if session is None or self._report is not None:
+            return self._report or CloseReport()
         pending = session.close(self._settings.close_timeout_s if timeout_s is None else timeout_s)
         uploads = session.uploader.tally.progress("")
-        report = CloseReport(
+        self._report = report = CloseReport(
             pending=tuple(str(stem) for stem in pending),
             errors=tuple(session.uploader.poll_errors()),
             saved=session.saved_count,

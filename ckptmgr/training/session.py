@@ -150,10 +150,9 @@ class Session(Watcher):
     def why_stop(self) -> str | None:
         """Why training should end, by the failure budget; says it, or that it is used up, in the log."""
         why = self.alarm.check()
-        if why is None:
-            return None
-        logger.error("%s", why)
-        return why if self._stops else None
+        if why is not None:
+            logger.error("%s", why)
+        return self.alarm.exceeded if self._stops else None
 
     def close(self, timeout_s: float | None) -> list[Stem]:
         """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first."""
@@ -216,7 +215,7 @@ class Session(Watcher):
                 lag_s=event.lag_s,
             )
         elif isinstance(event, Failed) and event.stem is not None:
-            self.alarm.failed()
+            self.alarm.failed(error=str(event.error))
             self._metrics.record("upload_failed", id=str(event.stem), step=event.stem.step, error=str(event.error))
 
 

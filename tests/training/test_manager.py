@@ -285,7 +285,7 @@ def test_a_save_that_fails_does_not_end_a_plain_loop(
     with manager() as saving:
         with monkeypatch.context() as patch:
             patch.setattr("ckptmgr.training.state.write", full)
-            assert saving.save(1, {"n": {"value": 1}}) is None
+            assert saving.save(1, {"n": {"value": 1}}, wait=True) is None
         assert "step 1 was not saved (failure 1), training goes on: cannot write model.pt" in caplog.text
         assert saving.status().save_failures == 1
         assert "no space left" in saving.status().last_save_error
@@ -294,7 +294,11 @@ def test_a_save_that_fails_does_not_end_a_plain_loop(
         strict.restore({"n": {}})
         monkeypatch.setattr("ckptmgr.training.state.write", full)
         with pytest.raises(DiskFullError):
-            strict.save(3, {"n": {"value": 3}})
+            strict.save(3, {"n": {"value": 3}}, wait=True)
+        strict.save(4, {"n": {"value": 4}})
+        assert strict.wait_saved(30)
+        with pytest.raises(DiskFullError):  # of the save before
+            strict.save(5, {"n": {"value": 5}})
 
 
 def test_the_status_asks_no_store(manager: Callable[..., CheckpointManager], run_dir: Path) -> None:
