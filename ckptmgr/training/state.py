@@ -10,30 +10,39 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, cast
 
 import torch
 
-from ckptmgr.backends.atomic import digest_file, fsync_dir, fsync_file, make_dirs_durable, write_atomic
-from ckptmgr.core.checksums import Digests
+from ckptmgr.backends.atomic import fsync_dir, make_dirs_durable, write_atomic
+from ckptmgr.core.checksums import Digests, digest_bytes
 from ckptmgr.core.errors import (
     CheckpointError,
     CkptmgrError,
     ConfigError,
-    DiskFullError,
     IncompatibleStateError,
     IntegrityError,
 )
+from ckptmgr.training.output import DigestingFile
 from ckptmgr.training.rng import capture_rng, restore_rng
-from ckptmgr.training.trees import TreeCopier, from_json, to_json
+from ckptmgr.training.trees import HostMemory, TreeCopier, from_json, to_json
 
 RNG = "rng"
 _PIECE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SUFFIXES = (".json", ".pt")
+
+
+class Hold(Protocol):
+    """What a snapshot has on memory that others will use after it."""
+
+    def ready(self) -> None:
+        """See `Snapshot.ready`."""
+
+    def release(self) -> None:
+        """See `Snapshot.release`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +52,26 @@ class Snapshot:
     Attributes:
         pieces: the tree of each piece, made of CPU tensors and plain values; shares no memory with the live objects.
         size_bytes: the bytes of all tensors, about what the files will take.
+        hold: on memory that was lent; None if the snapshot's memory is its own.
     """
 
     pieces: Mapping[str, Any]
     size_bytes: int
+    hold: Hold | None = field(default=None, repr=False, compare=False)
+
+    def ready(self) -> None:
+        """Block until the bytes are there: copies from a GPU may be on their way. Any thread; needed before `pieces` is read.
+
+        Raises:
+            RuntimeError: the snapshot was released.
+        """
+        if self.hold is not None:
+            self.hold.ready()
+
+    def release(self) -> None:
+        """Give its memory back for the next snapshot; `pieces` must not be read any more. Any thread; again is a no-op."""
+        if self.hold is not None:
+            self.hold.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,27 +111,44 @@ def capture(pieces: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
         ConfigError: a name that cannot be a file name, or a value that could not be loaded again without pickle.
         CheckpointError: a piece's `state_dict()` raised.
     """
-    copier = TreeCopier()
-    copies: dict[str, Any] = {}
+    return copy_trees(collect(pieces, rng=rng))
+
+
+def collect(pieces: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
+    """The tree of each piece, and of the random states; nothing is copied yet. Raises as `capture`, except for what is in the trees."""
+    trees: dict[str, Any] = {}
     for name, piece in pieces.items():
         _check_name(name, rng=rng)
-        copies[name] = copier.copy(_state_of(name, piece), name)
+        trees[name] = _state_of(name, piece)
     if rng:
-        copies[RNG] = copier.copy(capture_rng(), RNG)
-    return Snapshot(pieces=copies, size_bytes=copier.size_bytes)
+        trees[RNG] = capture_rng()
+    return trees
+
+
+def copy_trees(trees: Mapping[str, Any], *, memory: HostMemory | None = None, hold: Hold | None = None) -> Snapshot:
+    """Copy `trees`, made by `collect`, into `memory` (by default memory of their own), which `hold` is a hold on.
+
+    Raises:
+        ConfigError: a value that could not be loaded again without pickle.
+    """
+    copier = TreeCopier(memory)
+    copies = {name: copier.copy(tree, name) for name, tree in trees.items()}
+    return Snapshot(pieces=copies, size_bytes=copier.size_bytes, hold=hold)
 
 
 def write(snapshot: Snapshot, directory: Path) -> list[FileWritten]:
     """Write one file per piece into `directory`, which is created; durable on return, names included.
 
-    Not atomic: a failure or a kill leaves some of the files, so the directory counts only once its manifest exists (I1). May run in another
-    thread than the capture.
+    The digests are those of the bytes that were written, taken on the way; nothing is read back. Not atomic: a failure or a kill leaves some
+    of the files, so the directory counts only once its manifest exists (I1). May run in another thread than the capture.
 
     Raises:
         DiskFullError, AccessDeniedError, PermanentBackendError: some files are missing or short.
+        CheckpointError: torch could not serialise a piece.
     """
+    snapshot.ready()
     make_dirs_durable(directory)
-    written = [FileWritten(path=path.name, digests=digest_file(path)) for path in _write_pieces(snapshot, directory)]
+    written = [_write_piece(name, tree, directory, snapshot.size_bytes) for name, tree in snapshot.pieces.items()]
     fsync_dir(directory)
     return written
 
@@ -184,37 +226,18 @@ def _state_of(name: str, piece: Any) -> Any:
         ) from error
 
 
-def _write_pieces(snapshot: Snapshot, directory: Path) -> Iterator[Path]:
-    for name, tree in snapshot.pieces.items():
-        data = to_json(tree)
-        path = directory / f"{name}{_SUFFIXES[1] if data is None else _SUFFIXES[0]}"
-        if data is None:
-            with _save_errors(path, snapshot.size_bytes):
-                torch.save(tree, path)
-            fsync_file(path)
-        else:
-            write_atomic(path, data)
-        yield path
-
-
-@contextlib.contextmanager
-def _save_errors(path: Path, needed_bytes: int) -> Iterator[None]:
-    """torch writes in C++ and reports a failed write as a RuntimeError about its own position, or not at all about the cause."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        free_bytes = shutil.disk_usage(path.parent).free
-        if free_bytes < needed_bytes:
-            raise DiskFullError(
-                f"cannot write {str(path)!r}: {free_bytes} bytes are free and the snapshot holds {needed_bytes}",
-                hint="free some space or choose another directory",
-                backend="file",
-                operation="write",
-                key=str(path),
-                needed_bytes=needed_bytes,
-                free_bytes=free_bytes,
-            ) from error
-        raise CheckpointError(f"cannot write {str(path)!r}: {_one_line(error)}", key=str(path)) from error
+def _write_piece(name: str, tree: Any, directory: Path, needed_bytes: int) -> FileWritten:
+    data = to_json(tree)
+    path = directory / f"{name}{_SUFFIXES[1] if data is None else _SUFFIXES[0]}"
+    if data is not None:
+        write_atomic(path, data)
+        return FileWritten(path=path.name, digests=digest_bytes(data))
+    with DigestingFile(path, needed_bytes=needed_bytes) as file:
+        try:
+            torch.save(tree, cast("IO[bytes]", file))  # write() and flush() are all that it uses
+        except RuntimeError as error:
+            raise CheckpointError(f"cannot write {str(path)!r}: {_one_line(error)}", key=str(path)) from error
+        return FileWritten(path=path.name, digests=file.finish())
 
 
 def _files_of(directory: Path) -> dict[str, Path]:

@@ -13,7 +13,6 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.backends.atomic import digest_file
-from ckptmgr.core.errors import CheckpointError, ConfigError, DiskFullError, IncompatibleStateError, IntegrityError
+from ckptmgr.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskFullError,
+    IncompatibleStateError,
+    IntegrityError,
+    PermanentBackendError,
+)
 from ckptmgr.training.rng import capture_rng, restore_rng
 from ckptmgr.training.state import capture, restore, write
 from ckptmgr.training.trees import from_json, to_json
@@ -376,34 +382,54 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device that is always full")
 def test_a_full_disk_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reports a failed write as a RuntimeError about positions; what matters is the room."""
-    (tmp_path / "model.pt").symlink_to("/dev/full")
+    """With what is needed and what is free, and as the disk said it: not as torch's complaint about positions in a file."""
+    monkeypatch.setattr("ckptmgr.training.output.open_target", lambda path: os.open("/dev/full", os.O_WRONLY))
     snapshot = capture({"model": torch.nn.Linear(300, 300)}, rng=False)
-    with pytest.raises(CheckpointError, match=r"cannot write .*model\.pt"):
-        write(snapshot, tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=7))
-    with pytest.raises(DiskFullError, match="7 bytes are free") as caught:
+    with pytest.raises(DiskFullError, match=r"cannot write .*model\.pt.*bytes free") as caught:
         write(snapshot, tmp_path)
     assert caught.value.needed_bytes == snapshot.size_bytes  # type: ignore[attr-defined]
+    assert caught.value.free_bytes > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2], ids=["first", "second", "third"])
+def test_nothing_is_written_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """One error, of the write that failed; a short file does not become a long one with a hole."""
+    sizes: list[int] = []
+    real = os.write
+
+    def failing_write(fd: int, data: memoryview) -> int:
+        if len(sizes) == failing:
+            sizes.append(-1)
+            raise OSError(errno.EIO, "Input/output error")
+        assert -1 not in sizes, "a write after the failed one"
+        sizes.append(real(fd, data))
+        return sizes[-1]
+
+    snapshot = capture({"model": [torch.zeros(5 << 20, dtype=torch.uint8) for _ in range(3)]}, rng=False)
+    monkeypatch.setattr(os, "write", failing_write)
+    with pytest.raises(PermanentBackendError, match=r"cannot write .*model\.pt.*Input/output error"):
+        write(snapshot, tmp_path)
+    assert sizes[-1] == -1
+    assert (tmp_path / "model.pt").stat().st_size == sum(sizes) + 1
 
 
 def test_a_failed_fsync_fails_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is synced: bytes that the disk did not take are not reported as written."""
+    """Every file is synced: bytes that the disk did not take are not reported as written, and no second try makes them so."""
     synced: list[str] = []
     real = os.fsync
 
     def fsync(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
-        if len(synced) > 2:
+        if synced[-1].endswith("b.pt"):
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
     snapshot = capture({"a": torch.ones(1), "b": torch.ones(1)}, rng=False)
     tmp_path.joinpath("ckpt").mkdir()
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(Exception, match="Input/output error"):
+    with pytest.raises(PermanentBackendError, match=r"cannot fsync .*b\.pt.*Input/output error"):
         write(snapshot, tmp_path / "ckpt")
-    assert str(tmp_path / "ckpt" / "a.pt") in synced
+    assert synced == [str(tmp_path / "ckpt" / "a.pt"), str(tmp_path / "ckpt" / "b.pt")]
 
 
 JSONABLE = st.recursive(
