@@ -110,6 +110,10 @@ class LocalTier:
             )
         return tier
 
+    def holds(self, stem: Stem) -> bool:
+        """Whether the checkpoint `stem` is committed here, readable or not."""
+        return (self.root / layout.manifest_key(stem)).exists()
+
     def data_dir(self, stem: Stem) -> Path:
         return self.root / layout.data_prefix(stem)
 
@@ -219,7 +223,7 @@ class LocalTier:
             ConflictError: the store has not confirmed it (I6).
         """
         entry = self.journal.read(stem)
-        if entry is None and not (self.root / layout.manifest_key(stem)).exists():
+        if entry is None and not self.holds(stem):
             return  # another process of this machine, which frees room as well, was faster
         if entry is None or entry.state not in ("uploaded", "dropped"):
             raise ConflictError(
@@ -245,11 +249,7 @@ class LocalTier:
 
     def evicted(self) -> list[UploadEntry]:
         """Saves that were given up by the queue's drop rule and not acknowledged yet, oldest first."""
-        return [
-            entry
-            for entry in self.journal.entries()
-            if entry.state == "evicted" and not (self.root / layout.manifest_key(entry.stem)).exists()
-        ]
+        return [entry for entry in self.journal.entries() if entry.state == "evicted" and not self.holds(entry.stem)]
 
     def forget_evicted(self, stem: Stem) -> None:
         """Somebody was told that `stem` was given up: its entry goes."""
@@ -259,12 +259,11 @@ class LocalTier:
         """Queue again what a process was killed over while it gave it up: with its manifest it is still whole. Returns those."""
         taken = []
         for entry in self.journal.entries():
-            manifest = self.root / layout.manifest_key(entry.stem)
-            if entry.state != "evicted" or not manifest.exists():
+            if entry.state != "evicted" or not self.holds(entry.stem):
                 continue
             with locks.exclusive(self.run.uuid, entry.stem, "upload") as free:
                 # Looked at again under the lock: the process that holds it may be about to end what it began.
-                if free and manifest.exists():
+                if free and self.holds(entry.stem):
                     self.journal.write(replace(entry, state="pending", error=""))
                     taken.append(entry.stem)
         return taken

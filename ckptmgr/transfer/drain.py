@@ -60,10 +60,11 @@ def upload_one(
     with locks.exclusive(run.uuid, entry.stem, "upload") as free:
         if not free:
             return "busy"
-        # Read again under the lock: the process that held it a moment ago may have finished.
-        entry = tier.journal.read(entry.stem) or entry
-        if not entry.is_pending:
+        # Read again under the lock: the process that held it a moment ago may have finished, and have removed the local copy since.
+        known = tier.journal.read(entry.stem)
+        if not (tier.holds(entry.stem) if known is None else known.is_pending):
             return "done"
+        entry = known or entry
         logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
         try:
             outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
