@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 import logging
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ckptmgr.callbacks import facts, huggingface
 from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.seams import SavingManager, StopSource
+from ckptmgr.callbacks.stopping import Stopping, source_of
 from ckptmgr.core.errors import CkptmgrError, ConfigError
-from ckptmgr.core.policies import EpochEnded, Evaluated, Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.core.policies import AnyOf, EpochEnded, Evaluated, EveryMinutes, Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.training import ranks
 
 _log = logging.getLogger(__name__)
 
-
-class CloseReport(Protocol):
-    """What is left when a manager is closed."""
-
-    @property
-    def pending(self) -> Sequence[str]:
-        """Ids of checkpoints that are in the local tier but not in the store."""
-
-    @property
-    def errors(self) -> Sequence[Exception]:
-        """What went wrong and was not reported by `poll_errors` yet."""
-
-
-class SavingManager(Protocol):
-    """What this callback needs of `CheckpointManager`."""
-
-    @property
-    def save_policy(self) -> SavePolicy | None:
-        """When to save."""
-
-    def begin(self, *, resume_from: Path | None = None) -> None:
-        """Claim an attempt, before step 1. Raises ConflictError if the run has commits that this training does not descend from (I12)."""
-
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        epoch: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        reasons: Sequence[str] = (),
-        metric_modes: Mapping[str, str] | None = None,
-    ) -> str | None:
-        """Commit to the local tier and queue the upload; the id, or None when the save was skipped."""
-
-    def poll_errors(self) -> Sequence[Exception]:
-        """What went wrong in the background since this was last called."""
-
-    def close(self, timeout_s: float | None = None) -> CloseReport:
-        """Finish pending uploads, for `timeout_s` at most."""
+Checkpoint = Callable[[], Mapping[str, Any]]
 
 
 class SaveModelCallback(Callback):
-    """Save checkpoints when a policy says so.
+    """Save checkpoints when a policy says so, in the embedded Trainer or in Hugging Face's.
 
     Reasons gather over the events of one step (step end, evaluation, end of epoch); then the host makes one save with all of them. Only
     the main process saves. No failure of a save, an upload or a policy ends the training (I9): each is logged at once and counted in
     `failures`. One thing does: `on_train_begin` raises what `manager.begin()` raises, such as a run that has checkpoints which this
     training would abandon (I12), because nothing is lost yet at that moment.
+
+    *Preemption.* At a notice (SIGTERM above all; see `Preemption`) training ends at the next edge, saved and uploaded first, and the process ends
+    after `on_train_end`, by SystemExit. Hugging Face's Trainer cannot leave a step or an evaluation in the middle: both are finished first, and an
+    evaluation that is due is left out unless it fits into the time that is left. When time is up before that, the process leaves without a save.
+
+    *Hugging Face's Trainer* writes the files itself; they are taken into the local tier at once, before its rotation removes them, by hard link.
+    Its own `save_strategy` may be "no": the policy drives saves. A save at the last step of an epoch is made at the end of the epoch, where the Trainer
+    evaluates. Nobody else may write into a checkpoint directory in place while it waits for its upload: that upload fails, and says so. The
+    policy's memory is in `trainer_state.json`.
 
     The policy's memory is part of the saved state, so that a resumed run makes the decisions of an uninterrupted one. A metric counts
     as seen once it was decided on, even if the save then failed.
@@ -74,6 +48,13 @@ class SaveModelCallback(Callback):
         save: the policy; the manager's own if None.
         save_at_end: also save when training ends at a step the policy did not choose, with the reason `train_end`.
         close_timeout_s: how long the end of training waits for uploads; None: as the manager is configured.
+        resume_from: the directory that training resumes from, if the host does not say and nothing else tells.
+        preemption: what gives notice; None: the manager's, or `Preemption()` if it has none; False: nothing.
+        clock: seconds from any origin, never backwards.
+
+    Attributes:
+        failures: what failed in the training thread.
+        background_failures: what failed in the background, of which `last_background_error` is the last.
     """
 
     priority = Priority.SAVE
@@ -86,17 +67,33 @@ class SaveModelCallback(Callback):
         *,
         save_at_end: bool = True,
         close_timeout_s: float | None = None,
+        resume_from: str | Path | None = None,
+        preemption: StopSource | bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.policy = manager.save_policy if save is None else save
         self.save_at_end = save_at_end
         self.close_timeout_s = close_timeout_s
+        self.resume_from = resume_from
         self.failures = 0
+        self.background_failures = 0
+        self.last_background_error: Exception | None = None
+        self._stopping = Stopping(source_of(preemption, manager), manager, clock)
+        self._clock = clock
+        self._began_s = clock()
+        self._host: huggingface.OutputDirectory | None = None
+        self._reserved = False
         self._memory: Memory = {}
         self._step = -1
         self._reasons: list[str] = []
         self._metrics: dict[str, float] = {}
+        self._deferred = False
+        self._epoch_over = False
         self._saved_step = -1
+        self._taken: set[int] = set()
+
+    # --- events -----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
         self,
@@ -104,24 +101,41 @@ class SaveModelCallback(Callback):
         state: TrainerState,
         control: TrainerControl,
         resume_from: str | Path | None = None,
+        model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Claim an attempt of the run.
+        """Claim an attempt of the run, and watch for a preemption.
 
         Raises:
             ConflictError: the run has checkpoints and this training does not resume from one of them.
         """
-        if not state.is_world_process_zero:
-            return
-        if resume_from is None:
-            self.manager.begin()
-        else:
-            self.manager.begin(resume_from=Path(resume_from))
+        self._began_s = self._clock()
+        self._host = huggingface.OutputDirectory.of(args)
+        if self._host is not None:
+            self._memory = huggingface.memory_in(state) or self._memory
+        if state.is_world_process_zero:
+            self._begin(state, resume_from or self.resume_from, facts.checkpoint_bytes(model))
+        # After what may raise: a host without isolation would never call on_train_end.
+        self._guard("watch for a preemption", self._stopping.begin)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask the policy."""
-        self._report_background_errors()
-        self._ask(StepEnded(step=state.global_step, epoch=state.epoch), state, control)
+    def on_step_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        checkpoint: Checkpoint | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Ask the policy, and look for what ends training. A host that brings `checkpoint` has buffers reserved for it after the first step."""
+        if state.is_world_process_zero:
+            self._guard("look at the background", lambda: self._note_background(self.manager.poll_errors()))
+            if checkpoint is not None and not self._reserved:
+                self._reserved = True
+                self._guard("reserving of buffers", lambda: self.manager.reserve(checkpoint()))
+        self._heed(state, control)
+        now_s = self._clock() - self._began_s
+        self._ask(StepEnded(step=state.global_step, epoch=state.epoch, time_s=now_s), state, control)
+        self._settle(state, control)
 
     def on_evaluate(
         self,
@@ -132,44 +146,80 @@ class SaveModelCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Ask the policy, and keep the metrics for a save of this step."""
+        self._stopping.evaluation_ended()
         self._enter(state.global_step)
-        self._metrics.update(_numbers(metrics or {}))
+        self._metrics.update(facts.numbers(metrics or {}))
+        self._heed(state, control)
         self._ask(Evaluated(step=state.global_step, metrics=metrics or {}), state, control)
+        self._settle(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask the policy if the epoch is complete; ask for the last save if training ends here."""
-        completed = round(state.epoch or 0)
-        # A float that hosts compute as a quotient; an epoch cut short by max_steps or a stop is no finished one.
-        if completed and math.isclose(state.epoch, completed, rel_tol=1e-9):
+        self._enter(state.global_step)
+        self._heed(state, control)
+        completed = facts.finished_epochs(state)
+        if completed is not None:
             self._ask(EpochEnded(step=state.global_step, epoch=completed), state, control)
-        if control.should_training_stop and self.save_at_end and state.global_step != self._saved_step:
-            self._want(["train_end"], state, control)
+        if state.global_step != self._saved_step:
+            if control.should_training_stop and self.save_at_end and not self._stopping.is_decided:
+                self._want(["train_end"], state, control)
+            # Also what was asked for before an evaluation that has set the flag by itself.
+            control.should_save = control.should_save or self._deferred or bool(self._reasons)
+        self._epoch_over = True
+        self._settle(state, control)
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Nothing can be saved between two micro-batches, but it may be the last moment to leave.
+
+        Raises:
+            SystemExit: a notice of preemption has run out.
+        """
+        self._guard("look for a preemption", lambda: self._stopping.between_edges(state))
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """As `on_substep_end`."""
+        self._guard("look for a preemption", lambda: self._stopping.between_edges(state))
 
     def on_save(
         self,
         args: Any,
         state: TrainerState,
         control: TrainerControl,
-        checkpoint: Callable[[], Mapping[str, Any]] | None = None,
+        checkpoint: Checkpoint | None = None,
         **kwargs: Any,
     ) -> None:
         """Save, with all reasons of this step; a second call at the same step does nothing.
 
-        Blocks until the local commit; the upload goes on in the background.
+        What the host hands over is copied before this returns, what it has written is linked; the rest goes on in the background.
         """
-        step = state.global_step
-        self._enter(step)
-        if step == self._saved_step:
+        self._enter(state.global_step)
+        if state.global_step == self._saved_step:
             return
         # Before the save: a failed one is not repeated by a second event of the same step.
-        self._saved_step = step
+        self._saved_step = state.global_step
+        host = None if checkpoint is not None else self._host or huggingface.OutputDirectory.of(args)
+        if host is not None:
+            # Each rank writes a part; the directory is complete when all have come here.
+            self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero:
-            self._guard(f"save of step {step}", lambda: self._save(state, checkpoint))
+            self._guard(f"save of step {state.global_step}", lambda: self._save(state, checkpoint, host))
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the manager, and say what is not in the store yet."""
+        """Close the manager, and say what is not in the store yet.
+
+        Raises:
+            SystemExit: training ended because of a notice; with the preemption's `exit_code`.
+        """
+        host = self._host
+        if host is not None and host.saves_without_event:
+            self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero:
+            if host is not None:
+                self._guard("look for saves without an event", lambda: self._take_found(host))
             self._guard("close of the checkpoint manager", self._close)
+        self._guard("end of the watch for a preemption", self._stopping.end)
+        if self._stopping.is_decided or getattr(control, "should_interrupt", False):
+            raise SystemExit(self._stopping.exit_code)
 
     def state_dict(self) -> dict[str, Any]:
         """The policy's memory."""
@@ -179,6 +229,45 @@ class SaveModelCallback(Callback):
         """Go on with the decisions of the run that was saved."""
         self._memory = state["memory"]
         self._step = self._saved_step = -1
+
+    # --- begin and end ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, state: TrainerState, resume_from: str | Path | None, expected_bytes: int | None) -> None:
+        given, host = None if resume_from is None else Path(resume_from), self._host
+        if host is None:
+            self.manager.begin(resume_from=given, expected_bytes=expected_bytes)
+            return
+        huggingface.begin(self.manager, host, state.global_step, resume_from=given, expected_bytes=expected_bytes)
+        self._guard("look at the output directory", lambda: host.train_begins(self.manager.local_dir))
+
+    def _take_found(self, host: huggingface.OutputDirectory) -> None:
+        """Take what the host wrote without telling, `enable_jit_checkpoint` above all. A step that was saved stays as it was saved: such a
+        checkpoint may have been written in the middle of the next step."""
+        for found in host.found():
+            if found.step not in self._taken:
+                self._taken.add(found.step)
+                self.manager.take(
+                    found.step,
+                    found.directory,
+                    epoch=found.epoch,
+                    reasons=("jit_checkpoint" if host.saves_without_event else "found",),
+                    metric_modes=self._modes(),
+                    framework=huggingface.framework(),
+                )
+
+    def _close(self) -> None:
+        left_s = self._stopping.remaining_s()
+        timeouts = [each for each in (self.close_timeout_s, left_s) if each is not None and each != float("inf")]
+        report = self.manager.close(timeout_s=min(timeouts, default=None))
+        self._note_background(report.errors)
+        if report.pending:
+            _log.warning(
+                "training ended with %d checkpoint(s) not in the store yet: %s - they stay in the local tier; run `ckptmgr drain`",
+                len(report.pending),
+                ", ".join(report.pending),
+            )
+
+    # --- deciding ---------------------------------------------------------------------------------------------------------
 
     def _enter(self, step: int) -> None:
         """Forget the reasons and metrics of an earlier step."""
@@ -193,6 +282,17 @@ class SaveModelCallback(Callback):
         self._step = step
         self._reasons = []
         self._metrics = {}
+        self._deferred = self._epoch_over = False
+
+    def _heed(self, state: TrainerState, control: TrainerControl) -> None:
+        """At an edge: end training if something asks for it, and save before."""
+
+        def look() -> None:
+            reason = self._stopping.at_edge(state, control)
+            if reason is not None:
+                self._want([reason], state, control)
+
+        self._guard("look for what ends training", look)
 
     def _ask(self, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
         if self.policy is not None:
@@ -201,52 +301,84 @@ class SaveModelCallback(Callback):
 
     def _decide(self, policy: SavePolicy, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
         decision = policy.decide(moment, self._memory)
-        self._memory = decision.memory
+        self._memory, reasons = decision.memory, decision.reasons
+        if isinstance(moment, StepEnded) and _goes_by_time(policy):
+            # Clocks of ranks differ; the main process decides for all.
+            due = ranks.any_rank(bool(reasons) and state.is_world_process_zero)
+            reasons = (reasons or ("main_process",)) if due else ()
         if state.is_world_process_zero:
             for notice in decision.notices:
                 _log.warning("%s", notice)
-        if decision.reasons:
-            self._want(decision.reasons, state, control)
+        if reasons:
+            self._want(reasons, state, control)
+        if self._host is not None:
+            huggingface.keep_memory(state, self._memory)
 
     def _want(self, reasons: Sequence[str], state: TrainerState, control: TrainerControl) -> None:
         self._enter(state.global_step)
-        self._reasons += [reason for reason in reasons if reason not in self._reasons]
-        if state.global_step == self._saved_step:
-            _log.info("step %d is saved already; %s asked for it as well", state.global_step, ", ".join(reasons))
-        else:
+        new = [reason for reason in reasons if reason not in self._reasons]
+        self._reasons += new
+        if state.global_step != self._saved_step:
             control.should_save = True
+        elif new:
+            _log.info("step %d is saved already; %s asked for it as well", state.global_step, ", ".join(new))
 
-    def _save(self, state: TrainerState, checkpoint: Callable[[], Mapping[str, Any]] | None) -> None:
-        if checkpoint is None:
-            raise ConfigError(
-                "this host does not hand over its state (on_save without `checkpoint`)",
-                hint="use the Trainer of ckptmgr or the adapter for your host",
+    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
+        """When all was asked at one event: what the host is to do about it."""
+        if self._stopping.forbids_saving:
+            control.should_save = self._deferred = False
+        if control.should_evaluate:
+            self._stopping.evaluation_begins()
+        host = self._host
+        if host is None:
+            return
+        self._enter(state.global_step)
+        if control.should_save and not self._epoch_over and facts.epoch_ends(state, control):
+            # It comes back in on_epoch_end, after an evaluation and with all reasons; else one step might be saved twice, in place.
+            control.should_save, self._deferred = False, True
+        may_save = control.should_save or (control.should_evaluate and host.decides_after_evaluation)
+        if may_save and state.is_world_process_zero:
+            self._guard("look at the output directory", lambda: host.before_save(state.global_step))
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def _save(
+        self, state: TrainerState, checkpoint: Checkpoint | None, host: huggingface.OutputDirectory | None
+    ) -> None:
+        step, emergency = state.global_step, self._stopping.reason
+        reasons = tuple(self._reasons) or ("requested" if emergency is None else emergency,)
+        metrics, modes = dict(self._metrics), self._modes()
+        if checkpoint is not None:
+            checkpoint_id = self.manager.save(
+                step, checkpoint(), epoch=state.epoch, metrics=metrics, reasons=reasons, metric_modes=modes
             )
-        reasons = tuple(self._reasons) or ("requested",)
-        checkpoint_id = self.manager.save(
-            state.global_step,
-            checkpoint(),
-            epoch=state.epoch,
-            metrics=dict(self._metrics),
-            reasons=reasons,
-            metric_modes={} if self.policy is None else self.policy.modes(),
-        )
+        elif host is not None:
+            self._taken.add(step)
+            checkpoint_id = self.manager.take(
+                step,
+                host.complete(step),
+                epoch=state.epoch,
+                metrics=metrics,
+                reasons=reasons,
+                metric_modes=modes,
+                framework=huggingface.framework(),
+                final=not host.saves_without_event,
+            )
+        else:
+            raise ConfigError(
+                "this host does not hand over its state (on_save without `checkpoint`), and has no output_dir",
+                hint="use the Trainer of ckptmgr or Hugging Face's, or the adapter for your host",
+            )
         if checkpoint_id is None:
             self.failures += 1  # the manager has logged why
-            _log.warning("step %d was not saved (%s)", state.global_step, ", ".join(reasons))
+            _log.warning("step %d was not saved (%s)", step, ", ".join(reasons))
 
-    def _close(self) -> None:
-        report = self.manager.close(timeout_s=self.close_timeout_s)
-        for error in report.errors:
-            _log.error("%s", error)
-        if report.pending:
-            _log.warning(
-                "training ended with %d checkpoint(s) not in the store yet: %s - they stay in the local tier; run `ckptmgr drain`",
-                len(report.pending),
-                ", ".join(report.pending),
-            )
+    def _modes(self) -> Mapping[str, str]:
+        return {} if self.policy is None else self.policy.modes()
 
-    def _guard(self, what: str, action: Callable[[], None]) -> None:
+    # --- failures ---------------------------------------------------------------------------------------------------------
+
+    def _guard(self, what: str, action: Callable[[], object]) -> None:
         """Do `action`; a failure is logged and counted, and stays here: hosts without isolation would end the training on it (I9)."""
         try:
             action()
@@ -262,17 +394,19 @@ class SaveModelCallback(Callback):
                 exc_info=trace,
             )
 
-    def _report_background_errors(self) -> None:
-        for error in self.manager.poll_errors():
-            _log.error("%s", error)
+    def _note_background(self, errors: Sequence[Exception]) -> None:
+        """Count what went wrong in the background. It was logged as an error where it happened; here it shows beside the training's own lines."""
+        if errors:
+            self.background_failures += len(errors)
+            self.last_background_error = errors[-1]
+            _log.info(
+                "%d more failed in the background (%d in all), the last: %s",
+                len(errors),
+                self.background_failures,
+                errors[-1],
+            )
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers, as floats: also from NumPy scalars and 0-d tensors; non-finite ones stay."""
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            _log.debug("metric %s is no number: %r", name, value)
-    return numbers
+def _goes_by_time(policy: SavePolicy) -> bool:
+    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    return any(isinstance(part, EveryMinutes) for part in parts)

@@ -1,0 +1,274 @@
+"""What is particular to Hugging Face's Trainer: it writes the files itself, and deletes old ones when it likes. Imports no transformers.
+
+Facts of transformers 5.19 and 5.24 that this goes by:
+- A save writes `output_dir/checkpoint-<step>`, removes old ones (`save_total_limit`), and calls `on_save` last. Each rank writes its own random state, and
+  no rank waits for the others.
+- With flags `should_save` at a step's end and again at the end of the epoch, it saves one step twice, into one directory, in place. With
+  `save_strategy="best"` an evaluation overwrites `should_save`.
+- `enable_jit_checkpoint` saves without `on_save`, in the middle of a step, possibly over a checkpoint that is complete; meanwhile the sentinel is there.
+- `trainer_state.json` has a place for the state of callbacks, which every save writes and every resume hands back in `state`.
+- A callback that raises ends the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptmgr.core.errors import CheckpointError, ConflictError
+from ckptmgr.core.policies import Memory
+from ckptmgr.run.intake import is_linkable, unshare
+from ckptmgr.run.launch import RESUME_ENV
+from ckptmgr.training.ranks import world_size
+
+_log = logging.getLogger(__name__)
+
+STATE = "trainer_state.json"
+SENTINEL = "checkpoint-is-incomplete.txt"
+# Not the name of a callback class: transformers would make a new object of it when asked to restore callbacks.
+_STATE_KEY = "ckptmgr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A complete checkpoint directory that no `on_save` told of."""
+
+    step: int
+    epoch: float | None
+    directory: Path
+
+
+class OutputDirectory:
+    """Where a Hugging Face Trainer writes its checkpoints.
+
+    Args:
+        args: its TrainingArguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.path = Path(os.path.abspath(args.output_dir))
+        self._args = args
+        self._there_before: dict[str, object] = {}
+
+    @classmethod
+    def of(cls, args: Any) -> OutputDirectory | None:
+        """That of the host whose arguments these are; None if it is another host."""
+        return cls(args) if getattr(args, "output_dir", None) else None
+
+    @property
+    def saves_without_event(self) -> bool:
+        """Whether checkpoints may be written, and written over, without an event."""
+        return bool(getattr(self._args, "enable_jit_checkpoint", False))
+
+    @property
+    def decides_after_evaluation(self) -> bool:
+        """Whether an evaluation overwrites `should_save`."""
+        return str(getattr(self._args.save_strategy, "value", self._args.save_strategy)) == "best"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written."""
+        return self.path / f"checkpoint-{step}"
+
+    def complete(self, step: int) -> Path:
+        """The directory that was just written for `step`; call it when every rank has written.
+
+        Raises:
+            CheckpointError: it is not there, or not all of it.
+        """
+        directory = self.checkpoint(step)
+        if not (directory / STATE).is_file():
+            raise CheckpointError(
+                f"the Trainer has saved step {step}, but {directory / STATE} is not there",
+                hint="hyperparameter search, which gives each trial a directory of its own, is not supported",
+                step=step,
+            )
+        # Of a save without event that was killed here earlier; this one was finished.
+        (directory / SENTINEL).unlink(missing_ok=True)
+        ranks = world_size()
+        states = len(list(directory.glob("rng_state_*.pth")))
+        if 0 < states < ranks:
+            _log.warning(
+                "%s has the random states of %d ranks out of %d: on several machines output_dir must be on a shared disk",
+                directory,
+                states,
+                ranks,
+            )
+        return directory
+
+    def before_save(self, step: int) -> None:
+        """The Trainer may write the checkpoint of `step` now. If that directory exists, of an earlier attempt or save, it is written in place: what was
+        taken from it must not change with it."""
+        copied = unshare(self.checkpoint(step))
+        if copied:
+            _log.info(
+                "%s is about to be written again: %d bytes were copied to keep apart", self.checkpoint(step), copied
+            )
+
+    def train_begins(self, local_dir: Path) -> None:
+        """Say what a user should know before the first step, and remember what is there: `found` leaves it out.
+
+        Args:
+            local_dir: of the local tier.
+        """
+        self._there_before = {path.name: _mark(path) for path, _ in self._checkpoints()}
+        for warning in self._warnings(local_dir):
+            _log.warning("%s", warning)
+
+    def found(self) -> Iterator[Found]:
+        """Complete checkpoints that were written since `note_present`, in order of steps."""
+        for path, step in sorted(self._checkpoints(), key=lambda pair: pair[1]):
+            if (path / SENTINEL).exists() or self._there_before.get(path.name) == _mark(path):
+                continue
+            try:
+                document = json.loads((path / STATE).read_bytes())
+                if document["global_step"] == step:
+                    yield Found(step=step, epoch=document.get("epoch"), directory=path)
+            except (OSError, ValueError, KeyError, TypeError):
+                _log.warning("%s is not a complete checkpoint", path)
+
+    def resumed_from(self, step: int, run_name: str) -> list[Path]:
+        """Where the state that training begins with at `step` may have come from, likeliest first: the Trainer does not say."""
+        named = [os.environ.get(RESUME_ENV), getattr(self._args, "resume_from_checkpoint", None)]
+        places = [Path(os.path.abspath(place)) for place in named if isinstance(place, str) and place]
+        # `trainer.train(resume_from_checkpoint=True)`, and what `ckptmgr resume RUN` makes without --to.
+        places += [self.checkpoint(step), Path(os.path.abspath(run_name)) / f"checkpoint-{step}"]
+        return [place for place in dict.fromkeys(places) if _step_in(place) == step]
+
+    def _warnings(self, local_dir: Path) -> Iterator[str]:
+        if not is_linkable(self.path, local_dir):
+            yield (
+                f"{self.path} and the local tier {local_dir} are on different disks: each save is copied while training waits; "
+                "give local_dir a place beside output_dir"
+            )
+        if getattr(self._args, "save_only_model", False):
+            yield "save_only_model: checkpoints have no optimizer, so that no training can go on from them exactly"
+        if self.decides_after_evaluation:
+            yield (
+                "save_strategy='best': at a step with an evaluation the Trainer alone decides whether it is saved; "
+                "use save_strategy='no' and a policy with Best(…)"
+            )
+        if self.saves_without_event:
+            yield (
+                "enable_jit_checkpoint: checkpoints are copied while training waits, because the Trainer may write into them again; "
+                "it is not needed, SaveModelCallback saves at SIGTERM"
+            )
+
+    def _checkpoints(self) -> Iterator[tuple[Path, int]]:
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.path.iterdir():
+                match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+                if match is not None and path.is_dir():
+                    yield path, int(match.group(1))
+
+
+class Beginning(Protocol):
+    """What is needed of a manager to begin."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def is_restored(self) -> bool: ...
+
+    def begin(self, *, resume_from: Path | None = None, expected_bytes: int | None = None) -> None: ...
+
+
+def begin(
+    manager: Beginning, host: OutputDirectory, step: int, *, resume_from: Path | None, expected_bytes: int | None
+) -> None:
+    """Claim an attempt for a training that begins at `step`; what it descends from is found out.
+
+    Raises:
+        ConflictError: it would abandon checkpoints of the run (I12); the hint says what to do.
+    """
+    if resume_from is not None:
+        places: list[Path | None] = [resume_from]
+    elif manager.is_restored:
+        if step == 0:
+            raise ConflictError(
+                f"a checkpoint of {manager.url} was asked for, but training begins at step 0",
+                hint="hand its path over: trainer.train(resume_from_checkpoint=path)",
+            )
+        places = [None]
+    else:
+        places = [*host.resumed_from(step, manager.url.rsplit("/", 1)[-1])] if step else []
+    refusal: ConflictError | None = None
+    for place in places or [None]:
+        try:
+            manager.begin(resume_from=place, expected_bytes=expected_bytes)
+        except ConflictError as exc:
+            if not hasattr(exc, "newest"):
+                raise  # not about what was restored: another place does not help
+            refusal = exc
+        else:
+            return
+    if refusal is not None:
+        raise _explained(refusal, host, step, [place for place in places if place is not None]) from refusal
+
+
+def memory_in(state: Any) -> Memory | None:
+    """What the save policy remembered, from a resumed `state`; None if it has nothing of the kind."""
+    try:
+        memory = state.stateful_callbacks[_STATE_KEY]["attributes"]["memory"]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return memory if isinstance(memory, Mapping) else None
+
+
+def keep_memory(state: Any, memory: Memory) -> None:
+    """Have the next save write what the save policy remembers.
+
+    Raises:
+        TypeError, ValueError: it is not JSON, which would end the training in the Trainer's save.
+    """
+    if isinstance(getattr(state, "stateful_callbacks", None), dict):
+        document = json.loads(json.dumps({"memory": dict(memory)}))
+        state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": document}
+
+
+def framework() -> dict[str, str]:
+    """What writes the files, for the manifest."""
+    version = getattr(sys.modules.get("transformers"), "__version__", None)
+    return {"framework": "transformers"} | ({"transformers": str(version)} if version else {})
+
+
+def _explained(refusal: ConflictError, host: OutputDirectory, step: int, places: list[Path]) -> ConflictError:
+    """The refusal with what a user of the Trainer can do."""
+    named = os.environ.get(RESUME_ENV)
+    ways = "pass SaveModelCallback(manager, resume_from=DIR), use another run name, or on_existing='new-lineage'"
+    if step:
+        looked = ", ".join(map(str, places)) or str(host.checkpoint(step))
+        message = (
+            f"{refusal.message}: training goes on from step {step}, which is none of them as far as {looked} tells"
+        )
+        hint = f"resume with trainer.train(resume_from_checkpoint=manager.resume_path()) or `ckptmgr resume`, {ways}"
+    else:
+        message = refusal.message
+        what = f"{RESUME_ENV}={named} was not handed over: " if named else ""
+        hint = f"{what}use trainer.train(resume_from_checkpoint={repr(named) if named else 'manager.resume_path()'}), {ways}"
+    return ConflictError(message, hint=hint, newest=getattr(refusal, "newest", ""))
+
+
+def _mark(directory: Path) -> object:
+    """What changes when a checkpoint directory is written again; None while it has no state."""
+    try:
+        found = os.stat(directory / STATE)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _step_in(directory: Path) -> int | None:
+    try:
+        step = json.loads((directory / STATE).read_bytes())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,177 @@
+"""A training that has to end: what a callback makes of a notice of preemption and of a failure budget that is spent. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ckptmgr.callbacks.seams import Notice, SavingManager, StopSource
+from ckptmgr.training import ranks
+
+_log = logging.getLogger(__name__)
+
+# How often ranks ask each other whether uploads have failed for too long; a single rank looks at every step.
+_LOOK_STEPS = 10
+
+
+def source_of(preemption: StopSource | bool | None, manager: SavingManager) -> StopSource | None:
+    """What gives notice: as asked for, else the manager's, else one of our own with the usual signals; None if that is False."""
+    if preemption is False:
+        return None
+    given = manager.preemption if preemption is None or preemption is True else preemption
+    if given is not None:
+        return given
+    from ckptmgr.training.preemption import Preemption
+
+    return Preemption()
+
+
+class Stopping:
+    """Ends a training, on all its ranks alike.
+
+    What ranks do at an edge must be the same on all of them: a rank that saves or evaluates alone waits for ever for the others. So `at_edge` is a
+    collective where there are several ranks, and between edges nothing is decided, but for leaving when time is up.
+
+    Args:
+        source: what gives notice; None: nobody will.
+        manager: is told to hurry, and asked whether its failure budget is spent.
+        clock: seconds from any origin, never backwards.
+    """
+
+    def __init__(self, source: StopSource | None, manager: SavingManager, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._manager = manager
+        self._clock = clock
+        self._installed = False
+        self._notice: Notice | None = None
+        self._save_wanted = False
+        self._evaluation_began_s: float | None = None
+        self._evaluation_s: float | None = None
+
+    def begin(self) -> None:
+        """Watch from here to `end`."""
+        if self._source is not None and not self._installed:
+            self._installed = True
+            self._source.install()
+
+    def end(self) -> None:
+        """Watch no longer. What was decided stays."""
+        if self._source is not None and self._installed:
+            self._installed = False
+            self._source.uninstall()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether all ranks have agreed to end."""
+        return self._notice is not None
+
+    @property
+    def forbids_saving(self) -> bool:
+        """Whether there is no time for another save: after a second signal."""
+        return self._notice is not None and not self._save_wanted
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with after a notice."""
+        return 0 if self._source is None else self._source.exit_code
+
+    @property
+    def reason(self) -> str | None:
+        """Why a save at this moment would be an emergency, as far as this process knows; None if it would not."""
+        notice = self._notice or self._heard()
+        return None if notice is None else notice.source
+
+    def remaining_s(self) -> float:
+        """Seconds until everything should be over; infinite without a notice."""
+        return math.inf if self._source is None else self._source.remaining_s()
+
+    def evaluation_begins(self) -> None:
+        """From now to `evaluation_ended` is how long an evaluation takes."""
+        self._evaluation_began_s = self._clock()
+
+    def evaluation_ended(self) -> None:
+        if self._evaluation_began_s is not None:
+            self._evaluation_s, self._evaluation_began_s = self._clock() - self._evaluation_began_s, None
+
+    # --- at an edge, on all ranks -----------------------------------------------------------------------------------------
+
+    def at_edge(self, state: Any, control: Any) -> str | None:
+        """Between two steps, or after an evaluation: end training if something asks for it.
+
+        Returns:
+            The reason of the save that is wanted before that; None if none is.
+
+        Raises:
+            SystemExit: there is no time left to end in order.
+        """
+        notice = self._decide(state)
+        if notice is None:
+            self._look_at_budget(state, control)
+            return None
+        if ranks.any_rank(self.remaining_s() <= 0):
+            self._leave(state)
+        control.should_training_stop = True
+        # The embedded Trainer leaves an evaluation in the middle, and evaluates again after the resume.
+        if control.should_evaluate and not hasattr(control, "should_interrupt") and not self._evaluation_fits():
+            control.should_evaluate = False
+            _log.warning("the evaluation at step %d is left out: there may be no time for it", state.global_step)
+        return notice.source if self._save_wanted else None
+
+    def _decide(self, state: Any) -> Notice | None:
+        """What all ranks act on from this edge on; None if training goes on.
+
+        A second signal counts if it came before this; at a later edge it would part the ranks.
+        """
+        if self._source is None or not self._installed or self._notice is not None:
+            return self._notice
+        self._notice = self._source.agreed()
+        if self._notice is not None:
+            self._save_wanted = not ranks.any_rank(not self._source.save_wanted)
+            if state.is_world_process_zero:
+                left_s = self.remaining_s()
+                _log.warning(
+                    "%s: training ends at step %d, %.0f s are left", self._notice.source, state.global_step, left_s
+                )
+                self._manager.hurry(left_s)
+        return self._notice
+
+    def _evaluation_fits(self) -> bool:
+        """Whether an evaluation like the last one leaves half of the time; one of unknown length does not."""
+        return not ranks.any_rank(self._evaluation_s is None or 2 * self._evaluation_s > self.remaining_s())
+
+    def _look_at_budget(self, state: Any, control: Any) -> None:
+        if ranks.can_agree() and state.global_step % _LOOK_STEPS:
+            return
+        why = self._manager.should_stop if state.is_world_process_zero else None
+        if ranks.any_rank(why is not None) and not control.should_training_stop:
+            control.should_training_stop = True
+            _log.error("training ends at step %d: %s", state.global_step, why or "the main process asks for it")
+
+    # --- between edges ----------------------------------------------------------------------------------------------------
+
+    def between_edges(self, state: Any) -> None:
+        """Between micro-batches or evaluation batches, where the host cannot save: wait for the edge, or leave if time is up.
+
+        Raises:
+            SystemExit: it is.
+        """
+        if self._heard() is not None and self.remaining_s() <= 0:
+            self._leave(state)
+
+    def _heard(self) -> Notice | None:
+        return self._source.notice if self._source is not None and self._installed else None
+
+    def _leave(self, state: Any) -> NoReturn:
+        _log.error(
+            "time is up: the process ends at once; what was done since the last save, up to step %d, is lost",
+            state.global_step,
+        )
+        try:
+            if state.is_world_process_zero:
+                self._manager.close(timeout_s=0.0)
+            self.end()
+        except Exception:
+            _log.exception("close of the checkpoint manager failed")
+        raise SystemExit(self.exit_code)
