@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ckptmgr.backends.base import Backend
-from ckptmgr.backends.registry import normalize_url, open_store
+from ckptmgr.backends.registry import normalize_url
 from ckptmgr.backends.retry import PATIENT, RetryPolicy
 from ckptmgr.core.errors import (
     CheckpointNotFoundError,
@@ -30,14 +30,16 @@ from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.training.parent import Parent, parent_of
+from ckptmgr.training.places import open_places, refuse_one_place
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.report import CloseReport, ManagerStatus
 from ckptmgr.training.restoring import MEMORY, Restored, load, rewound_by_command
 from ckptmgr.training.saving import Facts, Saver
-from ckptmgr.training.session import Parent, Session, Settings, begin_session, parent_of, warn_of_shortage
+from ckptmgr.training.session import Session, Settings, begin_session, warn_of_shortage
 from ckptmgr.transfer.alarm import FailureBudget
-from ckptmgr.transfer.queue import EMERGENCIES, QueueRules
+from ckptmgr.transfer.queue import QueueRules
 from ckptmgr.transfer.status import UploadStatus
 from ckptmgr.transfer.tidying import Retention
 
@@ -108,7 +110,7 @@ class CheckpointManager:
         self.url = normalize_url(url)
         name = self.url.rsplit("/", 1)[-1]
         self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
-        self._refuse_one_place()
+        refuse_one_place(self.url, self.local_dir)
         self.save_policy = save
         self.preemption = preemption
         self.strict = strict
@@ -121,15 +123,12 @@ class CheckpointManager:
             pause_s=retry_after_s,
             close_timeout_s=close_timeout_s,
             strict=strict,
+            raise_save_errors=on_save_error == "raise",
             retry=retry,
             wrap_backend=wrap_backend,
             prometheus=None if prometheus is None else Path(os.path.abspath(prometheus)),
         )
         self._on_existing = on_existing
-        self._on_save_error = on_save_error
-        self._save_failures = 0
-        self._last_save_error = ""
-        self._unraised: CkptmgrError | None = None
         self._stop = threading.Event()
         self._parent = Parent()
         self._session: Session | None = None
@@ -159,7 +158,7 @@ class CheckpointManager:
             return None
         report, memory = load(resumed.directory, state, strict=strict)
         self._memory = self._memory if memory is None else memory
-        self._parent = _parent(resumed)
+        self._parent = Parent.of(resumed)
         if resumed.directory.is_relative_to(self.local_dir):
             shutil.rmtree(resumed.directory.parent, ignore_errors=True)
         logger.info(
@@ -175,7 +174,7 @@ class CheckpointManager:
         resumed = self._fetch(selector)
         if resumed is None:
             return None
-        self._parent = _parent(resumed)
+        self._parent = Parent.of(resumed)
         return resumed.path
 
     def _fetch(self, selector: str) -> Resumed | None:
@@ -231,7 +230,6 @@ class CheckpointManager:
             new_lineage=self._on_existing == "new-lineage",
             settings=self._settings,
             stop=self._stop,
-            failed=self._note_failure,
             expected_bytes=expected_bytes,
         )
 
@@ -353,46 +351,12 @@ class CheckpointManager:
         )
 
     def _save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
-        """Begin a save, and wait for it if it must not be lost with the next moment."""
         if not is_main_process():
             return None
         self.begin()
         if self._session is None or self._report is not None:
             raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
-        self._raise_late()
-        urgent = not EMERGENCIES.isdisjoint(facts.reasons)
-        if urgent:
-            self.hurry()
-        try:
-            saved = begin_to(self._session.saver, urgent)
-        except CkptmgrError as exc:
-            if isinstance(exc, ConfigError):
-                self._save_failures += 1
-                self._last_save_error = str(exc)
-                raise
-            self._note_failure(facts.step, exc)
-            self._raise_late()
-            return None
-        if wait or urgent:
-            failures = self._save_failures
-            self._session.saver.wait()
-            self._raise_late()
-            return saved if self._save_failures == failures else None
-        return saved
-
-    def _note_failure(self, step: int, error: CkptmgrError) -> None:
-        """A save failed, in the training thread or in the writer."""
-        self._save_failures += 1
-        self._last_save_error = str(error)
-        if self._on_save_error == "raise":
-            self._unraised = error
-        else:
-            logger.error("step %d was not saved (failure %d), training goes on: %s", step, self._save_failures, error)
-
-    def _raise_late(self) -> None:
-        error, self._unraised = self._unraised, None
-        if error is not None:
-            raise error
+        return self._session.save(facts, begin_to, wait=wait)
 
     def reserve(self, state: Mapping[str, Any]) -> None:
         """Get the buffers for saves of `state` ready in the background, so that the first save, too, costs no more than a copy; warns when the
@@ -414,8 +378,7 @@ class CheckpointManager:
         if self._session is not None:
             if deadline_s is not None:
                 logger.info("uploads hurry: %.0f s are left", deadline_s)
-            self._session.saver.hurry()
-            self._session.uploader.hurry()
+            self._session.hurry()
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -434,8 +397,8 @@ class CheckpointManager:
             superseded=session is not None and session.superseded,
             saved=0 if session is None else session.saved_count,
             skipped=0 if session is None else session.skipped_count,
-            save_failures=self._save_failures,
-            last_save_error=self._last_save_error,
+            save_failures=0 if session is None else session.save_failures,
+            last_save_error="" if session is None else session.last_save_error,
             uploads=UploadStatus() if session is None else session.uploader.status(),
         )
 
@@ -467,11 +430,11 @@ class CheckpointManager:
             committed=uploads.committed,
             skipped=session.skipped_count,
             dropped=uploads.dropped,
-            save_failures=self._save_failures,
+            save_failures=session.save_failures,
             upload_failures=uploads.failures,
         )
         logger.log(logging.WARNING if report.exit_code else logging.INFO, "%s closed: %s", self.url, report)
-        self._raise_late()
+        session.raise_late()
         return report
 
     def __enter__(self) -> CheckpointManager:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -502,44 +465,10 @@ class CheckpointManager:
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> tuple[RunDirectory, LocalTier]:
-        """The run in the store and the local tier, both made if need be, and sure to be the same run.
-
-        Raises:
-            ConflictError: the local directory is another run's; nothing was made (K100).
-        """
-        fs, root = open_store(self.url, policy=self._settings.retry, stop=self._stop)
-        if self._settings.wrap_backend is not None:
-            fs = self._settings.wrap_backend(fs)
-        known = LocalTier.find(self.local_dir)
-        if known is None:
-            run = RunDirectory.open_or_create(self.url, fs=fs, root=root)
-        elif self.url in known.targets():
-            # Saves in the tier are meant for this very place: where the store lost the run, it is made again as the same one.
-            run = RunDirectory.open_or_create(self.url, uuid=known.run.uuid, fs=fs, root=root)
-        else:
-            run = self._run_of(known, fs, root)
-        return run, LocalTier.open_or_create(self.local_dir, uuid=run.uuid)
-
-    def _run_of(self, tier: LocalTier, fs: Backend, root: str) -> RunDirectory:
-        """The run in the store; a new one would take over what another run left in `tier`."""
-        try:
-            return RunDirectory.open(self.url, fs=fs, root=root)
-        except CheckpointNotFoundError as exc:
-            raise ConflictError(
-                f"{tier.root} is the local tier of run {tier.run.uuid}, and there is no such run at {self.url}",
-                hint="give another local directory, or the URL of that run; nothing was changed",
-            ) from exc
-
-    def _refuse_one_place(self) -> None:
-        """Raise ConfigError if the run lies in the local directory, or around it: what retention removes from one would be gone from both."""
-        if not self.url.startswith("file://"):
-            return
-        store, local = (Path(os.path.realpath(path)) for path in (self.url.removeprefix("file://"), self.local_dir))
-        if store == local or store in local.parents or local in store.parents:
-            raise ConfigError(
-                f"the local directory {local} and the run {store} are not apart",
-                hint="give local_dir another place, on a local disk",
-            )
+        settings = self._settings
+        return open_places(
+            self.url, self.local_dir, retry=settings.retry, stop=self._stop, wrap_backend=settings.wrap_backend
+        )
 
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
@@ -548,7 +477,3 @@ class CheckpointManager:
 def _refuse_other(name: str, value: str, *known: str) -> None:
     if value not in known:
         raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)))
-
-
-def _parent(resumed: Resumed) -> Parent:
-    return Parent(stem=resumed.manifest.stem, how=resumed.how, restored=True)

@@ -12,42 +12,26 @@ from pathlib import Path
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.retry import RetryPolicy
-from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, ConfigError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem, parse_stem
-from ckptmgr.core.manifest import How
-from ckptmgr.run.ancestry import identify
+from ckptmgr.core.layout import Stem
 from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import host_name
-from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.start import claim_attempt, refuse_unrestored
 from ckptmgr.run.tier import LocalTier, next_seq
+from ckptmgr.training.parent import Parent
 from ckptmgr.training.ranks import rank
-from ckptmgr.training.saving import Saved, Saver, Watcher
+from ckptmgr.training.saving import Facts, Saved, Saver, Watcher
 from ckptmgr.training.staging import available_memory_bytes
 from ckptmgr.transfer.alarm import Alarm, FailureBudget
 from ckptmgr.transfer.messages import Committed, Event, Failed, Task
 from ckptmgr.transfer.metrics import MetricsLog
-from ckptmgr.transfer.queue import QueueRules, Room, shortage
+from ckptmgr.transfer.queue import EMERGENCIES, QueueRules, Room, shortage
 from ckptmgr.transfer.tidying import Retention, Tidying
 from ckptmgr.transfer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parent:
-    """What this process restored, and so what its attempt descends from. `restored` is False for a start from scratch."""
-
-    stem: Stem | None = None
-    how: How = "auto"
-    restored: bool = False
-
-    def __str__(self) -> str:
-        if self.how == "fresh":
-            return "a new lineage"
-        return "from scratch" if self.stem is None else f"from {self.stem}, {self.how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,33 +46,10 @@ class Settings:
     pause_s: float
     close_timeout_s: float
     strict: bool
+    raise_save_errors: bool
     retry: RetryPolicy
     wrap_backend: Callable[[Backend], Backend] | None
     prometheus: Path | None
-
-
-def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
-    """Which checkpoint of `run` the directory is that a trainer resumed from; one that is none of `run`'s does not count as restored."""
-    stem = parse_stem(directory.name)
-    if stem is not None and directory.parent == tier.data_dir(stem).parent:
-        return Parent(stem=stem, restored=True)
-    try:
-        sidecar = read_sidecar(directory)
-    except CheckpointNotFoundError:
-        return _identified(directory, run, tier)
-    if sidecar.manifest.run_uuid != run.uuid:
-        logger.warning("%s is checkpoint %s of another run", directory, sidecar.manifest.id)
-        return Parent()
-    return Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
-
-
-def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
-    """A trainer's own directory, such as `output_dir/checkpoint-500`: it counts if a checkpoint of the run has the same bytes."""
-    stem = identify(directory, run, merged(*look(run, tier)))
-    if stem is None:
-        logger.warning("%s is not a checkpoint of %s, as far as its files say", directory, run.url)
-        return Parent()
-    return Parent(stem=stem, restored=True)
 
 
 class Session(Watcher):
@@ -96,6 +57,7 @@ class Session(Watcher):
 
     Attributes:
         saved_count, skipped_count: saves committed locally, and saves that the queue's rules did not let happen.
+        save_failures, last_save_error: saves that failed, and why the last one did.
     """
 
     def __init__(
@@ -108,7 +70,6 @@ class Session(Watcher):
         parent: Parent,
         settings: Settings,
         stop: threading.Event,
-        failed: Callable[[int, CkptmgrError], None],
     ) -> None:
         self.run = run
         self.tier = tier
@@ -116,7 +77,10 @@ class Session(Watcher):
         self.saved_count = self.skipped_count = 0
         self.alarm = Alarm(settings.failures)
         self._stops = settings.failures.action == "stop"
-        self._failed = failed
+        self.save_failures = 0
+        self.last_save_error = ""
+        self._raises = settings.raise_save_errors
+        self._unraised: CkptmgrError | None = None
         labels = {"run": run.url, "host": host_name(), "rank": str(rank()), "attempt": str(attempt)}
         self._metrics = MetricsLog(tier.root, prometheus=settings.prometheus, labels=labels)
         tidying = Tidying(run, tier, attempt=attempt, retention=settings.retention)
@@ -146,6 +110,48 @@ class Session(Watcher):
     def superseded(self) -> bool:
         """Whether a newer attempt has been claimed (I12), as far as the last commit saw."""
         return self.uploader.superseded or self._tidying.superseded
+
+    def save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
+        """Begin a save, and wait for it if that is asked for, or if it is an emergency.
+
+        Args:
+            begin_to: begins it, given the saver and whether it is an emergency.
+
+        Returns:
+            The id; None if nothing is saved, for a reason that is logged and counted.
+
+        Raises:
+            ConfigError: the state cannot be saved: a mistake in the program.
+            CkptmgrError: this save failed, or an earlier one did in the background, where that is to be raised.
+        """
+        self.raise_late()
+        urgent = not EMERGENCIES.isdisjoint(facts.reasons)
+        if urgent:
+            self.hurry()
+        failures = self.save_failures
+        try:
+            begun = begin_to(self.saver, urgent)
+        except CkptmgrError as exc:
+            self.failed(facts.step, exc)
+            if isinstance(exc, ConfigError):
+                self._unraised = exc
+            begun = None
+        if wait or urgent:
+            self.saver.wait()
+        if wait or urgent or begun is None:
+            self.raise_late()
+        return begun if self.save_failures == failures else None
+
+    def raise_late(self) -> None:
+        """Raise what a save in the background failed by, once, where that is to be raised."""
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
+
+    def hurry(self) -> None:
+        """This machine is about to go."""
+        self.saver.hurry()
+        self.uploader.hurry()
 
     def why_stop(self) -> str | None:
         """Why training should end, by the failure budget; says it, or that it is used up, in the log."""
@@ -186,7 +192,12 @@ class Session(Watcher):
         )
 
     def failed(self, step: int, error: CkptmgrError) -> None:
-        self._failed(step, error)
+        self.save_failures += 1
+        self.last_save_error = str(error)
+        if self._raises:
+            self._unraised = error
+        elif not isinstance(error, ConfigError):  # that one is raised
+            logger.error("step %d was not saved (failure %d), training goes on: %s", step, self.save_failures, error)
         self._metrics.record("save_failed", step=step, error=str(error))
 
     def skipped(self, step: int, why: str) -> None:
@@ -227,14 +238,12 @@ def begin_session(
     new_lineage: bool,
     settings: Settings,
     stop: threading.Event,
-    failed: Callable[[int, CkptmgrError], None],
     expected_bytes: int | None = None,
 ) -> Session:
     """Look, refuse what would go wrong, claim an attempt, tidy the tier, and begin to drain it.
 
     Args:
         new_lineage: begin one of its own over existing commits instead of refusing (I12).
-        failed: called with the step and the error of each save that fails after it was staged, in the writer thread.
         expected_bytes: about what one checkpoint will take, if that is known.
 
     Raises:
@@ -266,7 +275,6 @@ def begin_session(
         parent=parent,
         settings=settings,
         stop=stop,
-        failed=failed,
     )
     session.uploader.notify()
     return session
