@@ -102,7 +102,9 @@ class _Watched:
     def __iter__(self) -> Iterator[Any]:
         with self._interruption.loading():
             batches = iter(self._loader)
-        while True:
+        left = _length(self._loader)
+        # After the last batch the evaluation is as good as done.
+        while left is None or left > 0:
             self._interruption.leave_if_due()
             with self._interruption.loading():
                 try:
@@ -110,7 +112,10 @@ class _Watched:
                         batch = next(batches)
                 except StopIteration:
                     return
+            left = None if left is None else left - 1
             yield batch
+        # What the loader does at its end, and batches beyond the length that it gave.
+        yield from batches
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
