@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ckptmgr.core.policies import AnyOf, EveryMinutes, SavePolicy
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,3 +46,9 @@ def checkpoint_bytes(model: Any) -> int | None:
         return int(sum(p.numel() * p.element_size() for p in parameters + 2 * trained))
     except (AttributeError, TypeError):
         return None
+
+
+def goes_by_time(policy: SavePolicy) -> bool:
+    """Whether ranks with different clocks would decide differently."""
+    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    return any(isinstance(part, EveryMinutes) for part in parts)

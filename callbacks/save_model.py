@@ -13,7 +13,7 @@ from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerSt
 from ckptmgr.callbacks.seams import SavingManager, StopSource
 from ckptmgr.callbacks.stopping import Stopping, source_of
 from ckptmgr.core.errors import CkptmgrError, ConfigError
-from ckptmgr.core.policies import AnyOf, EpochEnded, Evaluated, EveryMinutes, Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.core.policies import EpochEnded, Evaluated, Memory, Moment, SavePolicy, StepEnded
 from ckptmgr.training import ranks
 
 _log = logging.getLogger(__name__)
@@ -95,6 +95,11 @@ class SaveModelCallback(Callback):
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def preemption(self) -> StopSource | None:
+        """What gives notice; a host that looks at more edges than callbacks see takes it from here."""
+        return self._stopping.source
+
     def on_train_begin(
         self,
         args: Any,
@@ -132,6 +137,7 @@ class SaveModelCallback(Callback):
             if checkpoint is not None and not self._reserved:
                 self._reserved = True
                 self._guard("reserving of buffers", lambda: self.manager.reserve(checkpoint()))
+        self._guard("look at the failure budget", lambda: self._stopping.after_step(state, control))
         self._heed(state, control)
         now_s = self._clock() - self._began_s
         self._ask(StepEnded(step=state.global_step, epoch=state.epoch, time_s=now_s), state, control)
@@ -218,7 +224,7 @@ class SaveModelCallback(Callback):
                 self._guard("look for saves without an event", lambda: self._take_found(host))
             self._guard("close of the checkpoint manager", self._close)
         self._guard("end of the watch for a preemption", self._stopping.end)
-        if self._stopping.is_decided or getattr(control, "should_interrupt", False):
+        if self._stopping.has_ended(state, control):
             raise SystemExit(self._stopping.exit_code)
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +308,7 @@ class SaveModelCallback(Callback):
     def _decide(self, policy: SavePolicy, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
         decision = policy.decide(moment, self._memory)
         self._memory, reasons = decision.memory, decision.reasons
-        if isinstance(moment, StepEnded) and _goes_by_time(policy):
+        if isinstance(moment, StepEnded) and facts.goes_by_time(policy):
             # Clocks of ranks differ; the main process decides for all.
             due = ranks.any_rank(bool(reasons) and state.is_world_process_zero)
             reasons = (reasons or ("main_process",)) if due else ()
@@ -346,7 +352,9 @@ class SaveModelCallback(Callback):
         self, state: TrainerState, checkpoint: Checkpoint | None, host: huggingface.OutputDirectory | None
     ) -> None:
         step, emergency = state.global_step, self._stopping.reason
-        reasons = tuple(self._reasons) or ("requested" if emergency is None else emergency,)
+        if emergency is not None and emergency not in self._reasons:
+            self._reasons.append(emergency)
+        reasons = tuple(self._reasons) or ("requested",)
         metrics, modes = dict(self._metrics), self._modes()
         if checkpoint is not None:
             checkpoint_id = self.manager.save(
@@ -405,8 +413,3 @@ class SaveModelCallback(Callback):
                 self.background_failures,
                 errors[-1],
             )
-
-
-def _goes_by_time(policy: SavePolicy) -> bool:
-    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
-    return any(isinstance(part, EveryMinutes) for part in parts)

@@ -32,7 +32,8 @@ class Stopping:
     """Ends a training, on all its ranks alike.
 
     What ranks do at an edge must be the same on all of them: a rank that saves or evaluates alone waits for ever for the others. So `at_edge` is a
-    collective where there are several ranks, and between edges nothing is decided, but for leaving when time is up.
+    collective where there are several ranks, and between edges nothing is decided, but for leaving when time is up. A host whose control has
+    `should_interrupt`, as the embedded Trainer's, looks for notices itself, at more edges than callbacks see.
 
     Args:
         source: what gives notice; None: nobody will.
@@ -44,23 +45,31 @@ class Stopping:
         self._source = source
         self._manager = manager
         self._clock = clock
-        self._installed = False
+        self._watching = False
+        self._hurried = False
         self._notice: Notice | None = None
         self._save_wanted = False
         self._evaluation_began_s: float | None = None
         self._evaluation_s: float | None = None
 
+    @property
+    def source(self) -> StopSource | None:
+        """What gives notice."""
+        return self._source
+
     def begin(self) -> None:
         """Watch from here to `end`."""
-        if self._source is not None and not self._installed:
-            self._installed = True
-            self._source.install()
+        if not self._watching:
+            self._watching = True
+            if self._source is not None:
+                self._source.install()
 
     def end(self) -> None:
         """Watch no longer. What was decided stays."""
-        if self._source is not None and self._installed:
-            self._installed = False
-            self._source.uninstall()
+        if self._watching:
+            self._watching = False
+            if self._source is not None:
+                self._source.uninstall()
 
     @property
     def is_decided(self) -> bool:
@@ -98,7 +107,7 @@ class Stopping:
     # --- at an edge, on all ranks -----------------------------------------------------------------------------------------
 
     def at_edge(self, state: Any, control: Any) -> str | None:
-        """Between two steps, or after an evaluation: end training if something asks for it.
+        """Between two steps, or after an evaluation: end training if there is a notice.
 
         Returns:
             The reason of the save that is wanted before that; None if none is.
@@ -106,48 +115,50 @@ class Stopping:
         Raises:
             SystemExit: there is no time left to end in order.
         """
+        if not self._watching or hasattr(control, "should_interrupt"):
+            return None
         notice = self._decide(state)
         if notice is None:
-            self._look_at_budget(state, control)
             return None
         if ranks.any_rank(self.remaining_s() <= 0):
             self._leave(state)
         control.should_training_stop = True
-        # The embedded Trainer leaves an evaluation in the middle, and evaluates again after the resume.
-        if control.should_evaluate and not hasattr(control, "should_interrupt") and not self._evaluation_fits():
+        if control.should_evaluate and not self._evaluation_fits():
             control.should_evaluate = False
             _log.warning("the evaluation at step %d is left out: there may be no time for it", state.global_step)
         return notice.source if self._save_wanted else None
+
+    def after_step(self, state: Any, control: Any) -> None:
+        """End training if uploads have failed for as long as the manager's failure budget allows."""
+        if not self._watching or (ranks.can_agree() and state.global_step % _LOOK_STEPS):
+            return
+        why = self._manager.should_stop if state.is_world_process_zero and self.reason is None else None
+        if ranks.any_rank(why is not None) and not control.should_training_stop:
+            control.should_training_stop = True
+            _log.error("training ends at step %d: %s", state.global_step, why or "the main process asks for it")
+
+    def has_ended(self, state: Any, control: Any) -> bool:
+        """Whether a notice has ended this training before it was complete."""
+        complete = bool(state.max_steps) and state.global_step >= state.max_steps
+        return bool(getattr(control, "should_interrupt", self.is_decided and not complete))
 
     def _decide(self, state: Any) -> Notice | None:
         """What all ranks act on from this edge on; None if training goes on.
 
         A second signal counts if it came before this; at a later edge it would part the ranks.
         """
-        if self._source is None or not self._installed or self._notice is not None:
+        if self._source is None or self._notice is not None:
             return self._notice
         self._notice = self._source.agreed()
         if self._notice is not None:
             self._save_wanted = not ranks.any_rank(not self._source.save_wanted)
-            if state.is_world_process_zero:
-                left_s = self.remaining_s()
-                _log.warning(
-                    "%s: training ends at step %d, %.0f s are left", self._notice.source, state.global_step, left_s
-                )
-                self._manager.hurry(left_s)
+            _log.warning("%s: training ends at step %d", self._notice.source, state.global_step)
+            self._hurry(state)
         return self._notice
 
     def _evaluation_fits(self) -> bool:
         """Whether an evaluation like the last one leaves half of the time; one of unknown length does not."""
         return not ranks.any_rank(self._evaluation_s is None or 2 * self._evaluation_s > self.remaining_s())
-
-    def _look_at_budget(self, state: Any, control: Any) -> None:
-        if ranks.can_agree() and state.global_step % _LOOK_STEPS:
-            return
-        why = self._manager.should_stop if state.is_world_process_zero else None
-        if ranks.any_rank(why is not None) and not control.should_training_stop:
-            control.should_training_stop = True
-            _log.error("training ends at step %d: %s", state.global_step, why or "the main process asks for it")
 
     # --- between edges ----------------------------------------------------------------------------------------------------
 
@@ -157,11 +168,18 @@ class Stopping:
         Raises:
             SystemExit: it is.
         """
-        if self._heard() is not None and self.remaining_s() <= 0:
-            self._leave(state)
+        if self._heard() is not None:
+            self._hurry(state)
+            if self.remaining_s() <= 0:
+                self._leave(state)
 
     def _heard(self) -> Notice | None:
-        return self._source.notice if self._source is not None and self._installed else None
+        return self._source.notice if self._source is not None and self._watching else None
+
+    def _hurry(self, state: Any) -> None:
+        if state.is_world_process_zero and not self._hurried:
+            self._hurried = True
+            self._manager.hurry(self.remaining_s())
 
     def _leave(self, state: Any) -> NoReturn:
         _log.error(
@@ -172,6 +190,6 @@ class Stopping:
             if state.is_world_process_zero:
                 self._manager.close(timeout_s=0.0)
             self.end()
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a manager does, the machine goes
             _log.exception("close of the checkpoint manager failed")
         raise SystemExit(self.exit_code)

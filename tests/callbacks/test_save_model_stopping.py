@@ -33,7 +33,7 @@ class Loop:
     def __init__(self, callback: SaveModelCallback, control: Any = None) -> None:
         self.callback = callback
         self.state = TrainerState(max_steps=100)
-        self.control = TrainerControl() if control is None else control
+        self.control: Any = HfControl() if control is None else control
 
     def call(self, event: str, **arguments: Any) -> None:
         getattr(self.callback, event)(None, self.state, self.control, **arguments)
@@ -71,7 +71,7 @@ def test_a_notice_saves_the_step_and_ends_the_process(
     loop.step_end(2)
     assert loop.control.should_training_stop
     assert manager.hurried == [20.0]
-    assert "sigterm: training ends at step 2, 20 s are left" in caplog.text
+    assert "sigterm: training ends at step 2" in caplog.text
     loop.save()
     preemption.left_s = 11.0
     with pytest.raises(SystemExit) as ended:
@@ -154,13 +154,14 @@ def test_leaving_does_not_depend_on_the_manager(
 
 @pytest.mark.parametrize("event", ["on_substep_end", "on_prediction_step"])
 def test_with_time_left_the_edge_is_waited_for(fake_manager: Fake, preemption: Any, notice: Fake, event: str) -> None:
-    """Nothing is decided between two edges: other ranks may be elsewhere."""
+    """Nothing is decided between two edges, for other ranks may be elsewhere; but uploads hurry."""
     manager = fake_manager(preemption=preemption)
     loop = began(SaveModelCallback(manager))
     preemption.notice = notice()
     loop.call(event)
+    loop.call(event)
     assert not loop.control.should_training_stop
-    assert (manager.saves, manager.hurried, manager.close_calls) == ([], [], [])
+    assert (manager.saves, manager.hurried, manager.close_calls) == ([], [20.0], [])
 
 
 def test_a_notice_during_an_evaluation_counts_after_it(fake_manager: Fake, preemption: Any, notice: Fake) -> None:
@@ -178,10 +179,10 @@ def test_a_notice_during_an_evaluation_counts_after_it(fake_manager: Fake, preem
 class TestEvaluation:
     """An evaluation that is due at the step of the notice."""
 
-    def due(self, manager: Any, preemption: Any, *, took_s: float | None, left_s: float, control: Any) -> bool:
+    def due(self, manager: Any, preemption: Any, *, took_s: float | None, left_s: float) -> bool:
         """Whether it is still due after the step's end."""
         now = [0.0]
-        loop = began(SaveModelCallback(manager, clock=lambda: now[0]), control)
+        loop = began(SaveModelCallback(manager, clock=lambda: now[0]))
         if took_s is not None:
             loop.control.should_evaluate = True
             loop.step_end(1)
@@ -200,29 +201,54 @@ class TestEvaluation:
         """Hugging Face's Trainer evaluates before it saves. With it, the resumed run equals the uninterrupted one; without it, the save is safe."""
         preemption.given = notice()
         manager = fake_manager(preemption=preemption)
-        assert self.due(manager, preemption, took_s=took_s, left_s=left_s, control=HfControl()) is due
+        assert self.due(manager, preemption, took_s=took_s, left_s=left_s) is due
 
-    def test_a_host_that_can_leave_it_begins_it(self, fake_manager: Fake, preemption: Any, notice: Fake) -> None:
-        """The embedded Trainer evaluates again after the resume."""
-        preemption.given = notice()
+
+class TestHostThatLooksItself:
+    """The embedded Trainer looks at more edges than callbacks see, leaves an evaluation in the middle, and evaluates again after the resume."""
+
+    def test_it_is_given_the_preemption(self, fake_manager: Fake, preemption: Any) -> None:
+        """Through the dispatcher as well."""
+        callback = SaveModelCallback(fake_manager(preemption=preemption))
+        assert callback.preemption is preemption
+        assert CallbackManager([callback]).preemption is preemption
+        assert SaveModelCallback(fake_manager(), preemption=False).preemption is None
+
+    def test_nothing_is_decided_for_it(self, fake_manager: Fake, preemption: Any, notice: Fake) -> None:
+        """Neither a flag nor a collective: it has asked the other ranks itself."""
+        loop = began(SaveModelCallback(fake_manager(preemption=preemption)), TrainerControl())
+        preemption.notice = notice()
+        preemption.agreed = None
+        loop.control.should_evaluate = True
+        loop.step_end(2)
+        loop.call("on_evaluate", metrics={})
+        loop.call("on_epoch_end")
+        assert loop.control == TrainerControl(should_evaluate=True)
+        assert loop.callback.failures == 0
+
+    def test_it_saves_with_the_reason(self, fake_manager: Fake, preemption: Any, notice: Fake) -> None:
+        """The last edge, besides the reasons that its step had; the process ends after that."""
         manager = fake_manager(preemption=preemption)
-        assert self.due(manager, preemption, took_s=None, left_s=20.0, control=TrainerControl())
+        loop = began(SaveModelCallback(manager, EveryNSteps(4)), TrainerControl())
+        loop.step_end(4)
+        preemption.notice, preemption.left_s = notice(), 9.0
+        loop.control.should_interrupt = True
+        loop.call("on_save", checkpoint=dict)
+        with pytest.raises(SystemExit) as ended:
+            loop.call("on_train_end")
+        assert ended.value.code == 143
+        assert [(save["step"], save["reasons"]) for save in manager.saves] == [(4, ("every_n_steps:4", "sigterm"))]
+        assert manager.close_calls == [9.0]
 
-
-def test_a_host_that_leaves_in_the_middle_saves_with_the_reason(
-    fake_manager: Fake, preemption: Any, notice: Fake
-) -> None:
-    """The embedded Trainer goes back to the last edge and saves it; no edge came after the notice."""
-    manager = fake_manager(preemption=preemption)
-    loop = began(SaveModelCallback(manager))
-    loop.step_end(4)
-    preemption.notice = notice()
-    loop.control.should_interrupt = True
-    loop.call("on_save", checkpoint=dict)
-    with pytest.raises(SystemExit) as ended:
-        loop.call("on_train_end")
-    assert ended.value.code == 143
-    assert [(save["step"], save["reasons"]) for save in manager.saves] == [(4, ("sigterm",))]
+    def test_an_edge_that_was_saved_is_not_saved_again(self, fake_manager: Fake, preemption: Any, notice: Fake) -> None:
+        """The notice came in the middle of the next step."""
+        manager = fake_manager(preemption=preemption)
+        loop = began(SaveModelCallback(manager, EveryNSteps(4)), TrainerControl())
+        loop.step_end(4)
+        loop.save()
+        preemption.notice = notice()
+        loop.call("on_save", checkpoint=dict)
+        assert [save["reasons"] for save in manager.saves] == [("every_n_steps:4",)]
 
 
 def test_a_training_that_ended_by_itself_is_no_preempted_one(fake_manager: Fake, preemption: Any, notice: Fake) -> None:
@@ -230,13 +256,25 @@ def test_a_training_that_ended_by_itself_is_no_preempted_one(fake_manager: Fake,
     manager = fake_manager(preemption=preemption)
     loop = began(SaveModelCallback(manager))
     loop.control.should_training_stop = True
-    loop.step_end(100)
+    loop.step_end(99)
     loop.call("on_epoch_end")
     loop.save()
     preemption.notice, preemption.left_s = notice(), 8.0
     loop.call("on_train_end")
     assert [save["reasons"] for save in manager.saves] == [("train_end",)]
     assert manager.close_calls == [8.0]
+
+
+def test_a_notice_at_the_last_step_leaves_nothing_to_resume(fake_manager: Fake, preemption: Any, notice: Fake) -> None:
+    """Training is complete: saved, and no exit code that would have it started again."""
+    manager = fake_manager(preemption=preemption)
+    loop = began(SaveModelCallback(manager))
+    preemption.notice = notice()
+    loop.control.should_training_stop = True
+    loop.step_end(100)
+    loop.save()
+    loop.end()
+    assert [(save["step"], save["reasons"]) for save in manager.saves] == [(100, ("sigterm",))]
 
 
 def test_others_have_their_end_before_the_process_ends(fake_manager: Fake, preemption: Any, notice: Fake) -> None:
@@ -250,7 +288,7 @@ def test_others_have_their_end_before_the_process_ends(fake_manager: Fake, preem
             ended.append("log")
 
     callbacks = CallbackManager([Log(), SaveModelCallback(fake_manager(preemption=preemption))])
-    state, control = TrainerState(global_step=1), TrainerControl()
+    state, control = TrainerState(global_step=1, max_steps=9), HfControl()
     callbacks.call("on_train_begin", args=None, state=state, control=control)
     preemption.notice = notice()
     callbacks.call("on_step_end", args=None, state=state, control=control)
@@ -267,8 +305,7 @@ def test_whose_preemption_it_is(fake_manager: Fake, preemption: Any) -> None:
     assert (preemption.calls, others.calls) == ([], ["install", "uninstall"])
     began(SaveModelCallback(fake_manager(preemption=preemption), preemption=False)).call("on_train_end")
     assert preemption.calls == []
-    own = SaveModelCallback(fake_manager(preemption=None))._stopping._source
-    assert isinstance(own, Preemption)
+    assert isinstance(SaveModelCallback(fake_manager(preemption=None)).preemption, Preemption)
 
 
 def test_a_refused_begin_leaves_no_handler_behind(fake_manager: Fake, preemption: Any) -> None:
@@ -327,7 +364,7 @@ class TestRanks:
         self, fake_manager: Fake, preemption: Any, notice: Fake, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """None of them evaluates."""
-        loop = began(SaveModelCallback(fake_manager(preemption=preemption)), HfControl())
+        loop = began(SaveModelCallback(fake_manager(preemption=preemption)))
         loop.callback._stopping._evaluation_s = 0.1
         Ranks(monkeypatch, False, False, True)
         preemption.notice = notice()
