@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckptmgr.backends.atomic import fsync_file
-from ckptmgr.core.errors import CkptmgrError, UploadError
+from ckptmgr.core.errors import CkptmgrError, DiskFullError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest
 from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
@@ -29,7 +29,7 @@ from ckptmgr.training import state as training_state
 from ckptmgr.training.ranks import world_size
 from ckptmgr.training.staging import Stager
 from ckptmgr.training.writer import BackgroundWriter
-from ckptmgr.transfer.queue import QueueRules, Room, make_room
+from ckptmgr.transfer.queue import QueueRules, Room, make_room, trim
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +176,12 @@ class Saver:
                     fsync_file(prepared / name)
                 return describe(prepared)
 
-            size = sum((prepared / name).stat().st_size for name in storable_files(prepared))
-            # Links take no room on the disk, and a copy is there already.
-            if not self._has_room(facts, size, urgent, disk_bytes=0):
+            def admitted() -> bool:
+                size = sum((prepared / name).stat().st_size for name in storable_files(prepared))
+                # Links take no room on the disk, and a copy is there already.
+                return self._has_room(facts, size, urgent, disk_bytes=0)
+
+            if not self._or_discard(prepared, admitted):
                 self._tier.discard(prepared)
                 return None
             entries = self._or_discard(prepared, describe_all)
@@ -246,9 +249,21 @@ class Saver:
         )
         if room.dropped:
             self._watcher.dropped(room)
+        if room.disk_full:
+            raise DiskFullError(room.why, hint="free some space", backend="file", operation="write", key=str(self._tier.root))
         if not room.admitted:
             self._watcher.skipped(facts.step, room.why)
         return room.admitted
+
+    def _trim(self) -> None:
+        """The save that was the newest until now may have to go. Its own is committed already, whatever happens here."""
+        try:
+            room = trim(self._tier, self._target, self._rules)
+        except CkptmgrError as error:
+            logger.warning("the queue of uploads is over its limit, and could not be shortened: %s", error)
+            return
+        if room.dropped:
+            self._watcher.dropped(room)
 
     def _or_discard(self, prepared: Path, write: Callable[[], Any]) -> Any:
         try:
@@ -280,6 +295,7 @@ class Saver:
             producer={**_producer(), **facts.framework},
         )
         self._or_discard(prepared, lambda: self._tier.commit(manifest, prepared, target=self._target))
+        self._trim()
         wait_s, stage_s, staged_at = times
         return Saved(manifest=manifest, wait_s=wait_s, stage_s=stage_s, write_s=self._clock() - staged_at)
 

@@ -87,12 +87,14 @@ class Room:
         why: if not, why not, with the numbers; else "".
         dropped: saves that were given up for it without having been in the store, in that order; also those of a try that failed half-way.
         freed_bytes: that this freed on the disk, copies of uploaded saves included.
+        disk_full: it is the disk that has no room, not the queue.
     """
 
     admitted: bool
     why: str = ""
     dropped: tuple[Stem, ...] = ()
     freed_bytes: int = 0
+    disk_full: bool = False
 
 
 def make_room(
@@ -262,7 +264,7 @@ class _Queue:
 
     def refused(self) -> Room:
         """The answer when there is no room."""
-        return Room(admitted=False, why=self._reason())
+        return Room(admitted=False, why=self._reason(), disk_full=self._missing_bytes() > 0)
 
     def _give_up(self, chosen: Sequence[tuple[Manifest, int]]) -> Room:
         reason, dropped, freed = self._reason(), list[Stem](), 0

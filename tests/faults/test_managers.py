@@ -94,6 +94,7 @@ def test_the_local_copy_stays_until_the_store_has_it(store: Store, tmp_path: Pat
     gate = faults.add(StoreFault(verb="put_file", hold=True, error=transient))
     after = faults.add(StoreFault(verb="put_file", times=None, error=denied))
     ids = [str(manager.save(step, state_of(step))) for step in (100, 200, 300)]
+    assert manager.wait_saved(DEADLINE_S)
     assert gate.reached.wait(DEADLINE_S)
 
     def on_disk() -> list[str]:
