@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ckptmgr.trainer import Trainer, TrainingArguments
     from ckptmgr.training.manager import CheckpointManager
     from ckptmgr.training.preemption import Preemption
+    from ckptmgr.transfer.alarm import FailureBudget
+    from ckptmgr.transfer.queue import QueueRules
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,8 @@ _HOMES = {
     "ckptmgr.trainer": ("Trainer", "TrainingArguments"),
     "ckptmgr.training.manager": ("CheckpointManager",),
     "ckptmgr.training.preemption": ("Preemption",),
+    "ckptmgr.transfer.alarm": ("FailureBudget",),
+    "ckptmgr.transfer.queue": ("QueueRules",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -60,12 +64,14 @@ __all__ = [
     "EveryMinutes",
     "EveryNEpochs",
     "EveryNSteps",
+    "FailureBudget",
     "KeepBest",
     "KeepEveryNSteps",
     "KeepLast",
     "KeepWithin",
     "KeepWorst",
     "Preemption",
+    "QueueRules",
     "StepEnded",
     "Trainer",
     "TrainingArguments",
