@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,7 @@ def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def interleaved(
-    actions: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True
-) -> dict[str, list[float]]:
+def interleaved(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: bool = True) -> dict[str, list[T]]:
     """What each action returned (its seconds, say), per round.
 
     Each round runs every action once, each time another one first, so that a machine which slows down for a while slows all of them.
@@ -55,7 +56,7 @@ def interleaved(
         warm_up: run each once before, to fill the caches; what that returns counts for nothing.
     """
     names = list(actions)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[T]] = {name: [] for name in names}
     if warm_up:
         for action in actions.values():
             action()
