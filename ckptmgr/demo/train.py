@@ -13,6 +13,7 @@ import torch
 from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.core.checksums import Digester
 from ckptmgr.core.policies import Best, EveryNSteps
+from ckptmgr.core.retention import KeepLast
 from ckptmgr.demo.model import CharTransformer, Windows, standard_library_text
 from ckptmgr.demo.paced import PacedBackend
 from ckptmgr.trainer import Trainer, TrainingArguments
@@ -43,6 +44,7 @@ def main() -> None:
             options.run,
             local_dir=options.local_dir,
             save=EveryNSteps(options.save_every) | Best("eval_loss", mode="min"),
+            keep=KeepLast(options.keep_last) if options.keep_last else None,
             wrap_backend=partial(PacedBackend, seconds=options.slow),
         )
         callbacks.append(SaveModelCallback(manager))
@@ -74,6 +76,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="the checkpoint directory to go on from")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument(
+        "--keep-last", type=int, metavar="N", help="prune the run to its newest N; without it, all stay"
+    )
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each uploaded file takes longer")
     return parser.parse_args()
 
