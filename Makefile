@@ -1,6 +1,9 @@
 # make demo   train, be killed, resume, compare: the main job on this machine, in under two minutes
 # make test   all tests that a normal machine can run
-# make check  what CI runs: format, lint, types, layers, tests with coverage, packages, start-up times
+# make check  what CI runs first: format, lint, types, layers, tests with coverage, packages, start-up times
+# make hosts  the tests in real trainers of others, each version in an environment of its own
+# make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
+# make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
 #
 # Each makes the environment .venv first, when it is missing or older than pyproject.toml or constraints.txt. Variables:
 #   PYTHON       the Python to make .venv with                make test PYTHON=python3.12
@@ -9,6 +12,8 @@
 #   STORE        where the demo keeps its checkpoints         make demo STORE=s3://bucket/prefix
 #   JOBS         processes that the tests run in (2)           make test JOBS=1
 #   PYTEST_ARGS  more for pytest                              make test PYTEST_ARGS='tests/core -x'
+#   BENCH_ARGS   more for a bench, its --help tells            make bench-save BENCH_ARGS='--record docs/benchmarks.md'
+#   KILLS        of the soak (20)                              make soak KILLS=200
 #   VENV         the environment's directory (.venv)
 
 PYTHON ?= python3
@@ -16,6 +21,8 @@ PIP_ARGS ?=
 STORE ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+KILLS ?= 20
 VENV ?= .venv
 
 BIN := $(VENV)/bin
@@ -29,7 +36,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers coverage package bench-startup constraints clean FORCE
+.PHONY: help venv demo test check format-check lint types layers coverage package hosts soak \
+  bench-startup bench-save bench-interference constraints clean FORCE
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -90,8 +98,29 @@ coverage: $(STAMP)
 package: $(STAMP)
 	.ci/packages $(BIN)/python
 
+# Each file names the releases of one environment.
+HOSTS := $(patsubst tests/hosts/%.txt,%,$(wildcard tests/hosts/*.txt))
+
+hosts: $(HOSTS:%=hosts-%)
+
+hosts-%: build/hosts/%/.installed
+	build/hosts/$*/bin/python -m pytest -q tests/hosts $(PYTEST_ARGS)
+
+.PRECIOUS: build/hosts/%/.installed
+build/hosts/%/.installed: tests/hosts/%.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(@D)
+	@echo "Installing the trainers of tests/hosts/$*.txt; this takes a minute"
+	@$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)" -r $< -e '.[s3,testing]'
+	@touch $@
+
+soak: $(STAMP)
+	$(BIN)/python bench/soak.py --kills $(KILLS)
+
 bench-startup: $(STAMP)
-	$(BIN)/python bench/startup.py --assert
+	$(BIN)/python bench/startup.py --assert $(BENCH_ARGS)
+
+bench-save bench-interference: bench-%: $(STAMP)
+	$(BIN)/python bench/$*.py $(BENCH_ARGS)
 
 # --- upkeep ------------------------------------------------------------------------------------------------------------
 
