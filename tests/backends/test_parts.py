@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptmgr.backends.localfile import SourceFile
-from ckptmgr.backends.parts import MAX_PARTS, PART_BYTES, Part, PartPlan, Receipt, download_parts, plan_parts
+from ckptmgr.backends.parts import MAX_PARTS, PART_BYTES, PartPlan, download_parts, plan_parts
 from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier, RetryPolicy
-from ckptmgr.core.checksums import Digests, crc_function, digest_bytes
-from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, DiskFullError, TransientBackendError
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendTimeoutError,
+    DiskFullError,
+    TransientBackendError,
+)
+from ckptmgr.testing.memory_parts import MemorySender, failing
 
 RETRIER = Retrier(RetryPolicy(attempts=3), sleep=lambda seconds: None)
 GIB, TIB = 1 << 30, 1 << 40
-crc64xz = crc_function("crc64xz")
-assert crc64xz is not None
 
 
 @pytest.mark.parametrize(
@@ -52,94 +53,12 @@ def test_parts_grow_only_when_they_must() -> None:
     assert plan_parts(TIB).part_bytes % (8 << 20) == 0
 
 
-class Sender:
-    """An upload in memory. `fail` is asked before each step and may raise."""
-
-    crc = staticmethod(crc64xz)
-    is_stores_crc = True
-
-    def __init__(self, fail: Callable[[str, int], None] = lambda step, number: None) -> None:
-        self.parts: dict[int, bytes] = {}
-        self.object: bytes | None = None
-        self.sent: list[int] = []
-        self.begun = 0
-        self.aborted = 0
-        self.held = 0
-        self.most_held = 0
-        self.answers_crc = True
-        self.known = True
-        self._fail = fail
-        self._lock = threading.Lock()
-
-    def begin(self) -> str:
-        self._fail("begin", 0)
-        self.begun += 1
-        self.known = True
-        self.parts.clear()
-        return f"id-{self.begun}"
-
-    def stored(self, upload_id: str) -> list[Receipt] | None:
-        self._fail("stored", 0)
-        if not self.known or upload_id != f"id-{self.begun}":
-            return None
-        return [self._receipt(number, data) for number, data in sorted(self.parts.items())]
-
-    def is_complete(self, digests: Digests) -> bool:
-        return self.object is not None and digest_bytes(self.object) == digests
-
-    def send(self, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt | None:
-        assert len(body) == part.length
-        with self._lock:
-            self.sent.append(part.number)
-            self.held += 1
-            self.most_held = max(self.most_held, self.held)
-        try:
-            self._fail("send", part.number)
-            if not self.known:
-                return None
-            body.start_sending()
-            data = b"".join(body)
-            assert digest.crc == f"{crc64xz(data, 0):016x}"
-            self.parts[part.number] = data
-        finally:
-            with self._lock:
-                self.held -= 1
-        return self._receipt(part.number, data)
-
-    def _receipt(self, number: int, data: bytes) -> Receipt:
-        crc = f"{crc64xz(data, 0):016x}" if self.answers_crc else None
-        return Receipt(number=number, etag=f'"{hashlib.md5(data).hexdigest()}"', crc=crc, size=len(data))
-
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
-        self._fail("finish", 0)
-        assert [receipt.number for receipt in receipts] == sorted(self.parts)
-        self.object = b"".join(self.parts[receipt.number] for receipt in receipts)
-        self.known = False
-        assert digest_bytes(self.object) == digests
-
-    def abort(self, upload_id: str) -> None:
-        assert self.held == 0, "a part under way would land after the abort"
-        self.aborted += 1
-        self._fail("abort", 0)
-
-
-def _upload(path: Path, sender: Sender, workers: int = 4) -> None:
+def _upload(
+    path: Path, sender: MemorySender, workers: int = 4, progress: Callable[[int], object] | None = None
+) -> None:
     with SourceFile(path) as source:
-        upload_parts(
-            source, PartPlan(size=source.size, part_bytes=1000), sender, what="f", retrier=RETRIER, workers=workers
-        )
-
-
-def _failing(step: str, number: int, times: int, error: Exception) -> Callable[[str, int], None]:
-    left = times
-
-    def fail(at: str, part: int) -> None:
-        nonlocal left
-        if (at, part) == (step, number) and left:
-            left -= 1
-            raise error
-
-    return fail
+        plan = PartPlan(size=source.size, part_bytes=1000)
+        upload_parts(source, plan, sender, what="f", retrier=RETRIER, workers=workers, progress=progress)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 100])
@@ -147,7 +66,7 @@ def test_upload(tmp_path: Path, workers: int) -> None:
     """Parts go up by several threads and come together in their order, at most `workers` at a time."""
     data = os.urandom(20_500)
     (tmp_path / "f").write_bytes(data)
-    sender = Sender()
+    sender = MemorySender()
     _upload(tmp_path / "f", sender, workers)
     assert sender.object == data
     assert sender.aborted == 0
@@ -158,14 +77,14 @@ def test_one_part_is_sent_again_alone(tmp_path: Path) -> None:
     """A part that fails twice is sent three times; no other is sent again."""
     (tmp_path / "f").write_bytes(os.urandom(5000))
     sent: list[int] = []
-    fail = _failing("send", 3, 2, BackendTimeoutError("lost"))
+    fail = failing("send", 3, 2, BackendTimeoutError("lost"))
 
     def watch(step: str, number: int) -> None:
         if step == "send":
             sent.append(number)
         fail(step, number)
 
-    sender = Sender(watch)
+    sender = MemorySender(watch)
     _upload(tmp_path / "f", sender)
     assert sender.object == (tmp_path / "f").read_bytes()
     assert sorted(sent) == [1, 2, 3, 3, 3, 4, 5]
@@ -175,7 +94,7 @@ def test_one_part_is_sent_again_alone(tmp_path: Path) -> None:
 def test_a_failed_upload_is_aborted_once(tmp_path: Path, step: str, number: int) -> None:
     """Whatever fails for good, the parts are dropped, after those under way have ended, and the first error is raised."""
     (tmp_path / "f").write_bytes(os.urandom(5000))
-    sender = Sender(_failing(step, number, 99, AccessDeniedError("no")))
+    sender = MemorySender(failing(step, number, 99, AccessDeniedError("no")))
     with pytest.raises(AccessDeniedError):
         _upload(tmp_path / "f", sender)
     assert sender.aborted == 1
@@ -185,14 +104,13 @@ def test_a_failed_upload_is_aborted_once(tmp_path: Path, step: str, number: int)
 def test_an_interrupt_aborts_too(tmp_path: Path) -> None:
     """Ctrl-C in the middle of an upload leaves no parts."""
     (tmp_path / "f").write_bytes(os.urandom(5000))
-    sender = Sender()
+    sender = MemorySender()
 
     def interrupt(moved: int) -> None:
         raise KeyboardInterrupt
 
-    plan = PartPlan(size=5000, part_bytes=1000)
-    with SourceFile(tmp_path / "f") as source, pytest.raises(KeyboardInterrupt):
-        upload_parts(source, plan, sender, what="f", retrier=RETRIER, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _upload(tmp_path / "f", sender, progress=interrupt)
     assert sender.aborted == 1
 
 
@@ -207,20 +125,23 @@ def test_a_failing_abort_does_not_hide_the_cause(tmp_path: Path, caplog: pytest.
             raise BackendTimeoutError("also this")
 
     with pytest.raises(AccessDeniedError, match="the cause"):
-        _upload(tmp_path / "f", Sender(fail))
+        _upload(tmp_path / "f", MemorySender(fail))
     assert "stay in the store" in caplog.text
 
 
 def test_begin_is_tried_again(tmp_path: Path) -> None:
     """An upload that could not begin at first begins later; if never, there is nothing to abort."""
     (tmp_path / "f").write_bytes(os.urandom(5000))
-    sender = Sender(_failing("begin", 0, 2, TransientBackendError("no")))
+    sender = MemorySender(failing("begin", 0, 2, TransientBackendError("no")))
     _upload(tmp_path / "f", sender)
     assert sender.object is not None
-    sender = Sender(_failing("begin", 0, 99, TransientBackendError("no")))
+    sender = MemorySender(failing("begin", 0, 99, TransientBackendError("no")))
     with pytest.raises(TransientBackendError):
         _upload(tmp_path / "f", sender)
     assert sender.aborted == 0
+
+
+# --- down -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_download_goes_on_where_it_broke(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Imports once, so that dozens of kills cost what one interpreter does. Never impo
 
     {"do": "drain", "url": …, "tier": …, "kill": {"verb": "put_file", "path": "*", "nth": 1, "when": "after"}, "log": FILE, "env": {…}}
 
-`log` gets a line of JSON for each call that has had its effect on the store.
+Instead of an operation, `kill` may name an amount, `{"sent_bytes": 1000}` of one file, or a single request, `{"request": "_complete"}`. `part_bytes` has larger files go up in parts of that size. `log` gets a line of JSON for each call that has had its effect on the store.
 """
 
 from __future__ import annotations
@@ -62,16 +62,42 @@ class Mortal(WrappedBackend):
             die()
         return result
 
+    def put_file(self, lpath: str, rpath: str, callback: Any = None, *args: Any, **kwargs: Any) -> None:
+        limit = self._kill.get("sent_bytes")
+        super().put_file(lpath, rpath, callback if limit is None else _Dying(limit), *args, **kwargs)
+
     def _is_hit(self, verb: str, path: str) -> bool:
-        if not self._kill:
+        if "nth" not in self._kill:
             return False
         verbs = [self._kill["verb"]] if self._kill.get("verb") else CHANGES
         self._seen += verb in verbs and fnmatch.fnmatchcase(path, self._kill.get("path", "*"))
         return bool(self._seen == self._kill["nth"])
 
 
+class _Dying:
+    """A callback of a transfer that kills this process once so many bytes were sent."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._left -= inc
+        if self._left <= 0:
+            die()
+
+
+def _prepare(fs: Any, job: Job) -> None:
+    while isinstance(fs, WrappedBackend):
+        fs = fs.inner
+    if "part_bytes" in job:
+        fs._part_bytes = fs._multipart_threshold = job["part_bytes"]
+    if "request" in job.get("kill", {}):
+        setattr(fs, job["kill"]["request"], lambda *arguments: die())
+
+
 def _run(job: Job) -> RunDirectory:
     fs, root = open_store(job["url"])
+    _prepare(fs, job)
     return RunDirectory.open(job["url"], fs=Mortal(fs, job), root=root)
 
 
