@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -121,7 +122,8 @@ class BufferPool:
         self._free: dict[int, deque[Buffer]] = {}
         self._lent: Counter[int] = Counter()
         self._planned: Counter[int] = Counter()
-        self._slab: Slab | None = None
+        # For small buffers; it lives as long as one of them does.
+        self._slab: weakref.ref[Slab] | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -174,11 +176,13 @@ class BufferPool:
             ) from error
 
     def _make_small(self, size_bytes: int) -> Buffer:
-        storage = None if self._slab is None else self._slab.carve(size_bytes)
-        if self._slab is None or storage is None:
-            self._slab = Slab(_SLAB_BYTES, self._pinner)
-            return _carved(self._slab, size_bytes)
-        return Buffer(storage, self._slab)
+        slab = None if self._slab is None else self._slab()
+        storage = None if slab is None else slab.carve(size_bytes)
+        if slab is None or storage is None:
+            slab = Slab(_SLAB_BYTES, self._pinner)
+            self._slab = weakref.ref(slab)
+            return _carved(slab, size_bytes)
+        return Buffer(storage, slab)
 
     def _settle(self, taken: Iterable[Buffer]) -> None:
         """A snapshot is complete: what it has is what the next one will need."""
@@ -204,8 +208,6 @@ class BufferPool:
             while len(buffers) > self._planned[size]:
                 surplus.append(buffers.pop())
         self._free = {size: buffers for size, buffers in self._free.items() if buffers}
-        if not self._planned:
-            self._slab = None  # else it would stay for the pieces that are gone
         return surplus
 
 

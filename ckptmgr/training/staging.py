@@ -153,10 +153,11 @@ class _Lease:
         """See `HostMemory`."""
         storage = source.untyped_storage()
         size = storage.nbytes()
-        if not source.is_cpu and self._devices.has(source.device.type):
-            return self._fresh.copy(source, made_now=made_now) if size == 0 else self._send(source, storage, made_now)
-        if size <= SMALL_BYTES:
+        by_device = self._devices.has("cpu" if source.is_cpu else source.device.type)
+        if size <= (0 if by_device else SMALL_BYTES):
             return self._fresh.copy(source, made_now=made_now)
+        if by_device:
+            return self._send(source, storage, made_now)
         buffer, used_before = self._ordinary.take(size, lambda: self._sizes()[0])
         self.reused_bytes += size if used_before else 0
         copy = buffer.tensor_like(source)
