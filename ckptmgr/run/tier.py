@@ -118,7 +118,14 @@ class LocalTier:
         return self.root / layout.data_prefix(stem)
 
     def prepare(self, stem: Stem) -> Path:
-        """An empty directory to write the files of `stem` into; `commit` makes it a checkpoint."""
+        """An empty directory to write the files of `stem` into; `commit` makes it a checkpoint.
+
+        Raises:
+            ConflictError: the tier is gone. Made anew, it would hide under its disk when that is mounted again.
+            DiskFullError, AccessDeniedError, PermanentBackendError: it cannot be made.
+        """
+        if not (self.root / layout.RUN_FILE).exists():
+            raise ConflictError(f"the local tier {self.root} is gone", hint="is its disk still mounted?")
         partial = self.data_dir(stem).with_name(f"{stem}{PARTIAL}")
         make_dirs_durable(partial.parent)
         with os_errors("mkdir", str(partial)):
