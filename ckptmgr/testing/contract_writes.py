@@ -22,6 +22,7 @@ from ckptmgr.testing.contract_store import (
     race,
     random_bytes,
 )
+from ckptmgr.testing.memory_parts import MemoryJournal
 
 
 class WriteContract(ContractFixtures):
@@ -191,6 +192,39 @@ class WriteContract(ContractFixtures):
         with pytest.raises(SourceChangedError):
             backend.put_file(str(source), at("f"), callback=Meddler())
         assert store.raw.keys(at("")) == []
+
+    def test_an_interrupted_upload_goes_on(
+        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path
+    ) -> None:
+        """What a callback raises ends an upload: nothing is visible; with the same journal a further call makes the object, and forgets the upload."""
+        if not store.part_bytes:
+            pytest.skip("this store takes a file in one piece")
+        source = new_file(tmp_path, random_bytes(5 * store.part_bytes + 7))
+        expected, journal = digest_file(source), MemoryJournal()
+
+        class Interrupted(BaseException):
+            pass
+
+        class Interrupter(Progress):
+            def relative_update(self, inc: int = 1) -> None:
+                super().relative_update(inc)
+                if self.total >= store.part_bytes:
+                    raise Interrupted
+
+        with pytest.raises(Interrupted):
+            backend.put_file(str(source), at("f"), callback=Interrupter(), expected=expected, parts=journal)
+        assert store.raw.keys(at("")) == []
+        backend.put_file(str(source), at("f"), expected=expected, parts=journal)
+        assert store.raw.get(at("f")) == source.read_bytes()
+        assert journal.upload_id is None
+        assert len(journal.begun) <= 1
+        check_crc(backend, at("f"), expected)
+
+    def test_abort_upload_of_an_unknown_one(self, store: ContractStore, backend: Backend, at: At) -> None:
+        """An upload that nobody knows is as good as aborted; an object at the key is not touched."""
+        store.raw.put(at("f"), b"1")
+        backend.abort_upload(at("f"), "no-such-upload")
+        assert store.raw.get(at("f")) == b"1"
 
     def test_get_file_replaces_its_target_without_writing_through_it(
         self, store: ContractStore, backend: Backend, at: At, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -201,6 +202,53 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 2
     assert lines[0].startswith("s3 pipe_file b/k: try 1 failed (InternalError); again in ")
     assert lines[1].startswith("s3 pipe_file b/k: try 2 failed")
+
+
+def test_retries_are_counted(tmp_path: Path) -> None:
+    """Further tries of all calls and threads together, and each one is told; a first try is none."""
+    clock, told = Clock(), list[int]()
+    retrier = Retrier(
+        RetryPolicy(attempts=5), sleep=clock.sleep, clock=lambda: clock.now, on_retry=lambda: told.append(1)
+    )
+    retrier("x", failing(0))
+    assert retrier.retries == 0
+    threads = [threading.Thread(target=lambda: retrier("x", failing(3))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert retrier.retries == len(told) == 24
+    with pytest.raises(TransientBackendError):
+        retrier("x", failing(99))
+    assert retrier.retries == 28
+    backend = RetryingBackend(LocalBackend(), retrier)
+    assert FaultyBackend(backend).retries == 28
+    assert LocalBackend().retries == 0
+
+
+def test_one_call_can_be_ended_alone() -> None:
+    """An event of its own ends the waits of a call, within a fraction of a second; others go on."""
+    ended, slept = threading.Event(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            ended.set()
+
+    retrier = Retrier(RetryPolicy(attempts=9, deadline_s=1e6), sleep=sleep)
+    call = failing(99, lambda: ThrottledError("later", retry_after_s=3600.0))
+    with pytest.raises(ThrottledError):
+        retrier("x", call, ended=ended)
+    assert max(slept) <= 0.2
+    assert len(slept) == 3
+    assert call.calls <= 2  # type: ignore[attr-defined]
+    assert retrier("x", failing(1)) == "done"
+
+
+@pytest.mark.parametrize("policy", [INTERACTIVE, PATIENT, RetryPolicy(attempts=2, deadline_s=1.5)])
+def test_a_policy_crosses_to_another_process(policy: RetryPolicy) -> None:
+    """It goes to the transfer process with the rest of its task."""
+    assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 def test_the_patient_policy_outlives_a_bad_network() -> None:

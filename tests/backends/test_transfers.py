@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.retry import Retrier, RetryPolicy
 from ckptmgr.core.checksums import digest_bytes
 from ckptmgr.core.errors import (
     AccessDeniedError,
     ChecksumMismatchError,
     ObjectExistsError,
+    PermanentBackendError,
+    SourceChangedError,
     TransientBackendError,
 )
 from ckptmgr.testing.faults import Fault, Seen
+from ckptmgr.testing.memory_parts import MemoryJournal
 from ckptmgr.testing.server_store import PART_BYTES, QUICK, ServerStore
 
 DATA = os.urandom(2 * PART_BYTES + 7)
@@ -111,6 +115,57 @@ def test_a_completion_that_failed_in_a_200(s3: ServerStore, tmp_path: Path) -> N
     s3.server.faults.add(Fault(method="POST", query="uploadId", status=200, code="InternalError"))
     s3.retrying().put_file(str(source), s3.at("k"))
     assert s3.server.raw_get(s3.bucket, "k") == DATA
+
+
+def test_a_whole_that_is_not_what_was_sent(store: ServerStore, tmp_path: Path) -> None:
+    """The store joins the parts and finds another checksum: these parts are dropped, and the next try sends all of them."""
+    source = tmp_path / "f"
+    source.write_bytes(DATA)
+    journal = MemoryJournal()
+    code = "BadDigest" if store.server.kind == "moto" else "InvalidPart"
+    wrong = store.server.faults.add(Fault(method="POST", query="uploadId", status=400, code=code))
+    with pytest.raises((ChecksumMismatchError, PermanentBackendError)):
+        store.plain().put_file(str(source), store.at("k"), parts=journal)
+    assert wrong.hits == 1
+    assert store.server.raw_uploads(store.bucket) == {}
+    assert journal.upload_id is None
+    store.retrying().put_file(str(source), store.at("k"), parts=journal)
+    assert store.server.raw_get(store.bucket, "k") == DATA
+
+
+@pytest.mark.parametrize("size", [1000, len(DATA)], ids=["whole", "parts"])
+def test_a_source_written_to_between_digest_and_sending(
+    s3: ServerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """I10: the file is read twice. On a store that checks nothing, what is sent is compared with what was digested; nothing stays."""
+    refuse = Fault(
+        match=lambda seen: any(name.startswith("x-amz-checksum-") for name in seen.headers),
+        status=501,
+        code="NotImplemented",
+        times=None,
+    )
+    s3.server.faults.add(refuse)
+    backend = s3.plain()
+    backend.pipe_file(s3.at("before"), b"1")
+    source = tmp_path / "f"
+    source.write_bytes(DATA[:size])
+    times = source.stat()
+    watch = FileBody.watch
+
+    def change(body: FileBody) -> None:
+        with open(source, "r+b") as file:
+            file.write(b"not what was digested")
+        # As a write through a memory map may do, or one within the clock's tick.
+        os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+        watch(body)
+
+    monkeypatch.setattr(FileBody, "watch", change)
+    journal = MemoryJournal()
+    with pytest.raises(SourceChangedError, match="between being digested and being sent"):
+        backend.put_file(str(source), s3.at("k"), parts=journal)
+    assert s3.server.raw_keys(s3.bucket) == ["before"]
+    assert s3.server.raw_uploads(s3.bucket) == {}
+    assert journal.upload_id is None
 
 
 def test_a_failed_upload_leaves_no_parts(store: ServerStore, tmp_path: Path) -> None:
