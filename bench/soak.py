@@ -260,7 +260,8 @@ class Soak:
         if chance < 0.15:
             return self._pass(life, self._random.uniform(0, START_S), "starting")
         known, end = job.local(), monotonic() + LIFE_S
-        while len(job.local() - known) < saves:
+        seen = set(known)
+        while len(seen := seen | job.local()) < len(known) + saves:
             if life.ended() is not None:
                 return None
             if monotonic() > end:
