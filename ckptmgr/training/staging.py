@@ -108,6 +108,12 @@ class Stager:
             self._reserving = _Reserving(missing, self._devices.here() if pinned else contextlib.nullcontext())
         return census.size_bytes
 
+    def clear(self) -> None:
+        """Give all memory back to the system: what is free now, and what is in use as soon as it is released. A later capture begins anew."""
+        self._settle()
+        for pool in self._pools:
+            pool.plan([])
+
     def _settle(self) -> None:
         """End a reservation; in a forked child forget the buffers, which it does not have (see `Slab`)."""
         if os.getpid() != self._owner:
@@ -231,6 +237,6 @@ class _Reserving:
     def _run(self) -> None:
         with self._device, contextlib.suppress(CkptmgrError):
             for size, pool in self._missing:
-                if not self._is_wanted:
+                if not self._is_wanted or not threading.main_thread().is_alive():
                     return
                 pool.add(size)

@@ -56,6 +56,8 @@ def equal(one: Any, other: Any) -> bool:
         return one.dtype is other.dtype and one.size() == other.size() and torch.equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
 
 
@@ -376,6 +378,43 @@ def test_a_save_does_not_wait_for_all_of_a_reservation(monkeypatch: pytest.Monke
     assert stager.reused_bytes > 0
     assert stager.reused_bytes + stager.allocated_bytes == 8 * PAGES
     assert not [thread for thread in threading.enumerate() if thread.name == "ckptmgr-reserve"]
+
+
+def test_a_cleared_stager_holds_nothing_and_works_on() -> None:
+    """What is in use is not touched, and goes when it is released."""
+    state = {"t": [floats() for _ in range(4)]}
+    stager = Stager()
+    stager.capture(state).release()
+    snapshot = stager.capture(state, rng=False)
+    reserved(stager, {"t": [floats() for _ in range(8)]})
+    assert stager.free_bytes == 4 * PAGES
+    stager.clear()
+    assert stager.free_bytes == 0
+    assert equal(snapshot.pieces["t"], state["t"])
+    snapshot.release()
+    assert stager.free_bytes == 0
+    stager.capture(state, rng=False).release()
+    assert (stager.reused_bytes, stager.free_bytes) == (0, 4 * PAGES)
+
+
+def test_a_program_that_ends_does_not_wait_for_a_reservation() -> None:
+    """There will be no save: the piece at hand is finished, no other begun."""
+    script = """
+import threading, torch
+from ckptmgr.training import buffers
+from ckptmgr.training.staging import Stager
+touched = []
+def touch(buffer):
+    threading.main_thread().join()
+    touched.append(buffer)
+    print(len(touched), flush=True)
+buffers.Buffer.touch = touch
+stager = Stager()
+stager.reserve({"t": [torch.zeros(1 << 16) for _ in range(8)]})
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_nothing_is_reserved_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
