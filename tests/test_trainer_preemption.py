@@ -202,7 +202,7 @@ def build(
 
     def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         trigger.here("forward" if model.training else "evaluation")
-        return (model(batch[0]) - batch[1]).square().mean()
+        return (model(batch[0]) - batch[1]).square().mean()  # type: ignore[no-any-return]
 
     options.setdefault("loss_fn", loss_fn)
     return Trainer(
@@ -511,7 +511,7 @@ class Counts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.passes += 1
+            self.passes.add_(1)
         return self.layer(x)  # type: ignore[no-any-return]
 
 
