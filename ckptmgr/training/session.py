@@ -25,6 +25,7 @@ from ckptmgr.training.ranks import rank
 from ckptmgr.training.saving import Facts, Saved, Saver, Watcher
 from ckptmgr.training.staging import available_memory_bytes
 from ckptmgr.transfer.alarm import Alarm, FailureBudget
+from ckptmgr.transfer.hosting import record_upload
 from ckptmgr.transfer.messages import Committed, Event, Failed, Task
 from ckptmgr.transfer.metrics import MetricsLog
 from ckptmgr.transfer.queue import EMERGENCIES, QueueRules, Room, shortage
@@ -81,7 +82,7 @@ class Session(Watcher):
         self.last_save_error = ""
         self._raises = settings.raise_save_errors
         self._unraised: CkptmgrError | None = None
-        labels = {"run": run.url, "host": host_name(), "rank": str(rank()), "attempt": str(attempt)}
+        labels = _labels(run, attempt)
         self._metrics = MetricsLog(tier.root, prometheus=settings.prometheus, labels=labels)
         tidying = Tidying(run, tier, attempt=attempt, retention=settings.retention)
         self.uploader = Uploader(
@@ -167,9 +168,10 @@ class Session(Watcher):
         if not self.saver.close(timeout_s):
             logger.error("a save was still being written after %g s; it goes on until the program ends", timeout_s)
         spent = time.monotonic() - started
-        pending = self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent))
-        self.tier.release()
-        return pending
+        try:
+            return self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent))
+        finally:
+            self.tier.release()
 
     # --- what becomes of saves (writer thread) ----------------------------------------------------------------------------
 
@@ -215,19 +217,9 @@ class Session(Watcher):
     def _observe(self, event: Event) -> None:
         if isinstance(event, Committed):
             self.alarm.committed()
-            self._metrics.record(
-                "upload",
-                id=str(event.stem),
-                step=event.stem.step,
-                size_bytes=event.size_bytes,
-                sent_bytes=event.sent_bytes,
-                seconds=event.seconds,
-                retries=event.retries,
-                lag_s=event.lag_s,
-            )
         elif isinstance(event, Failed) and event.stem is not None:
             self.alarm.failed(error=str(event.error))
-            self._metrics.record("upload_failed", id=str(event.stem), step=event.stem.step, error=str(event.error))
+        record_upload(self._metrics, event)
 
 
 def begin_session(
@@ -302,6 +294,10 @@ def _last_size(history: History) -> int:
     return 0 if manifest is None else manifest.size_bytes
 
 
+def _labels(run: RunDirectory, attempt: int) -> dict[str, str]:
+    return {"run": run.url, "host": host_name(), "rank": str(rank()), "attempt": str(attempt)}
+
+
 def _task(run: RunDirectory, tier: LocalTier, attempt: int, settings: Settings) -> Task:
     return Task(
         url=run.url,
@@ -314,4 +310,5 @@ def _task(run: RunDirectory, tier: LocalTier, attempt: int, settings: Settings) 
         linger_s=settings.linger_s,
         pause_s=settings.pause_s,
         log_level=logging.getLogger("ckptmgr").getEffectiveLevel(),
+        labels=_labels(run, attempt),
     )

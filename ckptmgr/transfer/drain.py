@@ -1,38 +1,29 @@
-"""Drain: replicate what is pending in a local tier to the store, newest first. The loop that the uploader thread, `resume -- COMMAND`
-and (later) a process of its own all host."""
+"""Drain: upload what is pending in a local tier, newest first, once; for the command line. Hosts the replication loop in the calling thread."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, UploadError
+from ckptmgr.core.errors import CkptmgrError, PermanentBackendError
 from ckptmgr.core.layout import Stem
-from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.protocol import Committed
-from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.journal import UploadEntry
-from ckptmgr.run.replicate import replicate
 from ckptmgr.run.tier import LocalTier
-
-logger = logging.getLogger(__name__)
-
-
-#: How many saves may be refused before the others are not tried: wrong credentials or a missing bucket concern every upload, an unreadable
-#: file only its own.
-REFUSALS = 2
-
-Outcome = Literal["committed", "dropped", "done", "busy"]
+from ckptmgr.transfer.hosting import HostFile
+from ckptmgr.transfer.loop import ReplicationLoop
+from ckptmgr.transfer.messages import Busy, Committed, Event, Failed
+from ckptmgr.transfer.tally import Tally
+from ckptmgr.transfer.upload import REFUSALS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
     """What one drain did; `pending` is what is still only on this disk, newest first, and `errors` why.
 
-    A save that was pruned in the store meanwhile, or that another process committed, is in neither tuple.
+    What is pending without an error is in the hands of another process. A save that was pruned in the store meanwhile, or that another process
+    committed, is in neither tuple.
     """
 
     committed: tuple[Stem, ...] = ()
@@ -40,78 +31,55 @@ class Drained:
     errors: dict[Stem, CkptmgrError] = field(default_factory=dict)
 
 
-def upload_one(
+def drain(
     tier: LocalTier,
     run: RunDirectory,
-    manifest: Manifest,
-    entry: UploadEntry,
     *,
-    moved: Callable[[int], None] | None = None,
-) -> Outcome:
-    """Replicate one pending save, unless another process of this machine is doing that.
+    wait_s: float = 0.0,
+    busy: Callable[[Stem], None] = lambda stem: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Drained:
+    """Upload everything pending in `tier` for `run`. A failure of one does not stop the others, unless two are refused: then it is the store that
+    refuses, for wrong credentials or a missing bucket.
 
-    Returns:
-        `committed` by this call; `dropped`: pruned in the store meanwhile; `done`: another process settled it just now; `busy`: another
-        process has it in hand, and may yet fail.
-
-    Raises:
-        CkptmgrError: it failed; the journal says why, and the save stays pending.
+    Args:
+        wait_s: how long to wait, all in all, for saves that another process has in its hands; it may yet fail, and then they are uploaded here.
+        busy: told of each of those, once.
     """
-    with locks.exclusive(run.uuid, entry.stem, "upload") as free:
-        if not free:
-            return "busy"
-        # Read again under the lock: the process that held it a moment ago may have finished, and have removed the local copy since.
-        known = tier.journal.read(entry.stem)
-        if not (tier.holds(entry.stem) if known is None else known.is_pending):
-            return "done"
-        entry = known or entry
-        logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
-        try:
-            outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
-        except CkptmgrError:
-            raise
-        except Exception as exc:  # a bug, ours or a backend's, must stop neither the other uploads nor the thread
-            logger.exception("unexpected failure while uploading %s", manifest.id)
-            error = UploadError(f"the upload of {manifest.id} failed unexpectedly: {exc!r}", hint="please report it")
-            tier.journal.write(replace(tier.journal.read(entry.stem) or entry, state="failed", error=str(error)))
-            raise error from exc
-    if isinstance(outcome, Committed):
-        logger.info("step %d committed as %s", manifest.step, outcome.stem)
-        return "committed"
-    logger.warning(
-        "step %d (%s) was pruned in %s before its upload ended; dropped", manifest.step, outcome.stem, run.url
+    tally, committed, errors = Tally(), list[Stem](), dict[Stem, CkptmgrError]()
+    file = HostFile(tier, run.url, "drain", tally)
+
+    def report(event: Event) -> None:
+        tally.note(event)
+        file.update(event)
+        if isinstance(event, Committed):
+            committed.append(event.stem)
+        elif isinstance(event, Failed) and event.stem is not None:
+            errors[event.stem] = event.error
+        elif isinstance(event, Busy):
+            busy(event.stem)
+
+    until = clock() + wait_s
+    loop = ReplicationLoop(
+        tier,
+        run,
+        stop=threading.Event(),
+        report=report,
+        retries=lambda: run.fs.retries,
+        abandoned=lambda: clock() >= until,
+        clock=clock,
     )
-    return "dropped"
-
-
-def in_turn(
-    pending: Iterable[tuple[Manifest, UploadEntry]],
-) -> list[tuple[Manifest, UploadEntry]]:
-    """Newest first, as given, but those that failed before after the others: they must not keep any other from going up."""
-    return sorted(pending, key=lambda waiting: waiting[1].state == "failed")
-
-
-def drain(tier: LocalTier, run: RunDirectory) -> Drained:
-    """Upload everything pending in `tier` for `run`, newest first. A failure of one does not stop the others, unless two are refused: then it
-    is the store that refuses, for wrong credentials or a missing bucket."""
-    committed: list[Stem] = []
-    pending: list[Stem] = []
-    errors: dict[Stem, CkptmgrError] = {}
-    refused: list[PermanentBackendError] = []
-    for manifest, entry in in_turn(tier.pending(run.url)):
-        outcome: Outcome = "busy"
-        if len(refused) == REFUSALS:
-            errors[manifest.stem] = refused[-1]
-        else:
-            try:
-                outcome = upload_one(tier, run, manifest, entry)
-            except CkptmgrError as exc:
-                logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, run.url, exc)
-                errors[manifest.stem] = exc
-                if isinstance(exc, PermanentBackendError):
-                    refused.append(exc)
-        if outcome == "committed":
-            committed.append(manifest.stem)
-        elif outcome == "busy":
-            pending.append(manifest.stem)
-    return Drained(committed=tuple(committed), pending=tuple(sorted(pending, reverse=True)), errors=errors)
+    loop.close()
+    try:
+        loop.run()
+    finally:
+        file.close()
+    pending = tuple(manifest.stem for manifest, _ in tier.pending(run.url))
+    refused = [error for error in errors.values() if isinstance(error, PermanentBackendError)]
+    if len(refused) >= REFUSALS:  # then the others were not even tried
+        errors = {stem: errors.get(stem, refused[-1]) for stem in pending}
+    return Drained(
+        committed=tuple(committed),
+        pending=pending,
+        errors={stem: error for stem, error in errors.items() if stem in pending},
+    )

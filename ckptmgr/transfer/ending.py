@@ -8,12 +8,14 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+THREAD_PREFIX = "ckptmgr-"
 _LAST_S = 2.0
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 
 def call_at_end(method: Callable[[], None]) -> None:
@@ -49,17 +51,23 @@ def is_interrupted() -> bool:
 
 
 def end_soon() -> None:
-    """The user will not wait any longer: when the main program is over, give its other threads two seconds, then end with 130.
+    """The user will not wait any longer: when the main program is over, give the threads of ours that run now two seconds, then end with 130.
 
-    A write to a dead disk, or a fsync that takes minutes, cannot be interrupted, and Python would wait for its thread.
+    A write to a dead disk, or a fsync that takes minutes, cannot be interrupted, and Python would wait for its thread. A program that has handled the
+    Ctrl-C, and ends much later, is not cut off for that.
     """
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
 
     def end() -> None:
         threading.main_thread().join()
-        threading.Event().wait(_LAST_S)
-        os._exit(_INTERRUPTED)
+        until = time.monotonic() + _LAST_S
+        for thread in ours:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in ours):
+            os._exit(INTERRUPTED)
 
-    threading.Thread(target=end, name="ckptmgr-end", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # some Pythons start no thread at their end
+        threading.Thread(target=end, name="ckptmgr-end", daemon=True).start()
 
 
 def exit_with(code: int) -> None:
@@ -70,6 +78,7 @@ def exit_with(code: int) -> None:
 def _exit() -> None:
     if not _codes:
         return
+    logging.shutdown()  # it was registered earlier, and would come later
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,26 +1,27 @@
 """The replication loop: uploads what is pending in a local tier, newest first, for as long as it is told to.
 
-One loop, two hosts: the transfer process (`worker.py`, the default), or a thread of the trainer. It keeps nothing that the local tier does not have:
-when its host dies, the next one goes on from the journal. What it does it reports as events of `messages.py`.
+One loop, three hosts: the transfer process (`worker.py`, the default), a thread of the trainer, or a drain. It keeps nothing that the local tier does
+not have: when its host dies, the next one goes on from the journal. What it does it reports as events of `messages.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, UploadError
+from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, TransientBackendError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import utc_now
 from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.drain import REFUSALS, Outcome, in_turn, upload_one
-from ckptmgr.transfer.messages import Committed, Event, Failed, Moved
+from ckptmgr.transfer.messages import Busy, Committed, Event, Failed, Moved
 from ckptmgr.transfer.status import Meter, age_s
+from ckptmgr.transfer.upload import REFUSALS, Outcome, abort_given_up, in_turn, upload_one
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -37,7 +38,8 @@ class UploadInterrupted(BaseException):
 
 
 class ReplicationLoop:
-    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once.
+    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once (with `give_way`, `hurry` and a
+    `notify` after it read the tier first).
 
     Args:
         tier: the local tier; saves appear in it while the loop runs.
@@ -48,6 +50,7 @@ class ReplicationLoop:
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
         retries: how many requests the backend has repeated so far.
         abandoned: asked about once a second; True ends an idle loop.
+        give_way: where the backend's retries watch it, besides or in place of `stop`: set to have an upload that waits for its next try give way.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ReplicationLoop:
         pause_s: float = 30.0,
         retries: Callable[[], int] = lambda: 0,
         abandoned: Callable[[], bool] = lambda: False,
+        give_way: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
@@ -71,6 +75,7 @@ class ReplicationLoop:
         self._pause_s = pause_s
         self._retries = retries
         self._abandoned = abandoned
+        self._give_way = give_way
         self._clock = clock
         self._changed = threading.Condition()
         self._work = False
@@ -79,7 +84,10 @@ class ReplicationLoop:
         self._hurrying = False
         self._look_again = False
         self._retry_at: float | None = None
-        # Of the upload under way.
+        # In the hands of others, and told so.
+        self._left: set[Stem] = set()
+        # Of this round, and of the upload under way.
+        self._tried: set[Stem] = set()
         self._current: Manifest | None = None
         self._meter = Meter(clock=clock)
         self._told_at = 0.0
@@ -91,18 +99,20 @@ class ReplicationLoop:
         with self._changed:
             self._work = self._look_again = True
             self._changed.notify_all()
+        self._press()
 
     def hurry(self) -> None:
         """From now on the newest save comes first: an older one under way gives way to it, and nothing is cleaned up."""
         with self._changed:
             self._hurrying = self._look_again = self._work = True
             self._changed.notify_all()
+        self._press()
 
     def close(self, *, persist: bool = False) -> None:
         """Give everything pending a last try, then end.
 
         Args:
-            persist: try what fails again and again, until `stop` is set or nothing is pending.
+            persist: try what fails for a reason that may pass again and again, until `stop` is set or nothing is pending.
         """
         with self._changed:
             self._closing = self._work = True
@@ -114,6 +124,8 @@ class ReplicationLoop:
         """Set `stop`, and wake the loop."""
         self._stop.set()
         with self._changed:
+            if self._give_way is not None:
+                self._give_way.set()
             self._changed.notify_all()
 
     # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -127,8 +139,8 @@ class ReplicationLoop:
                 self.notify()  # by a newer save, or for good: then the wait ends at once
             except Exception as exc:
                 # An unreadable tier, a bug: ending here would silently stop uploads for the rest of the run.
-                logger.exception("the uploads to %s go on after an unexpected failure", self._target.url)
                 self._fail(exc if isinstance(exc, CkptmgrError) else UploadError(f"uploading failed: {exc!r}"))
+                logger.exception("the uploads to %s go on after an unexpected failure", self._target.url)
                 self._again_in(self._pause_s)
 
     def _wait_for_work(self) -> bool:
@@ -149,33 +161,49 @@ class ReplicationLoop:
                 if self._abandoned():
                     return False
                 # Woken by the methods above; the time-out is for the time of a retry and for `abandoned`.
-                self._changed.wait(_IDLE_S)
+                left_s = _IDLE_S if self._retry_at is None else self._retry_at - self._clock()
+                self._changed.wait(min(_IDLE_S, left_s))
 
     def _round(self) -> None:
         """Upload everything pending; what fails waits for the next round."""
-        tried: set[Stem] = set()
+        self._tried = set()
         refusals = 0
-        while not self._stop.is_set():
+        while not self._stop.is_set() and refusals < REFUSALS:
             # Looked up again each time: a newer save goes first.
-            queue = [(m, e) for m, e in self._queue() if m.stem not in tried]
-            if not queue or refusals == REFUSALS:
-                return
+            queue = [(m, e) for m, e in self._queue() if m.stem not in self._tried]
+            if not queue:
+                break
             manifest, entry = queue[0]
-            tried.add(manifest.stem)
+            self._tried.add(manifest.stem)
             try:
                 outcome = self._upload(manifest, entry)
             except CkptmgrError as exc:
-                logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._target.url, exc)
-                self._fail(exc, manifest.stem)
-                self._again_in(self._pause_s)
-                if isinstance(exc, PermanentBackendError):
-                    refusals += 1
+                self._failed(manifest, exc)
+                refusals += isinstance(exc, PermanentBackendError)
                 continue
             if outcome == "busy":
-                # Another process of this machine has it, such as the transfer process of an earlier life: it may yet fail.
-                self._again_in(_BUSY_S, last_try=False)
+                self._leave_to_others(manifest.stem)
             elif not self._hurrying:
                 self._clean_up(manifest)
+        if not (self._hurrying or self._stop.is_set()):
+            with contextlib.suppress(CkptmgrError):  # it keeps no upload waiting, and the next round tries again
+                abort_given_up(self._tier, self._target)
+
+    def _leave_to_others(self, stem: Stem) -> None:
+        """Another process of this machine has it, such as the transfer process of an earlier life: it may yet fail."""
+        if stem not in self._left:
+            self._left.add(stem)
+            logger.info("step %d (%s) is in the hands of another process", stem.step, stem)
+            self._report(Busy(stem=stem))
+        self._again_in(_BUSY_S, busy=True)
+
+    def _failed(self, manifest: Manifest, error: CkptmgrError) -> None:
+        """An upload has given up for now, unless that was to give way, or because everything ends."""
+        if self._give_way is not None and self._give_way.is_set():
+            raise UploadInterrupted from error
+        self._fail(error, manifest.stem)
+        logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._target.url, error)
+        self._again_in(self._pause_s, lasts=not isinstance(error, TransientBackendError))
 
     def _queue(self) -> list[tuple[Manifest, UploadEntry]]:
         pending = self._tier.pending(self._target.url)
@@ -183,7 +211,10 @@ class ReplicationLoop:
 
     def _upload(self, manifest: Manifest, entry: UploadEntry) -> Outcome:
         started, retries = self._clock(), self._retries()
-        self._current, self._look_again = manifest, self._hurrying
+        with self._changed:
+            self._current, self._look_again = manifest, self._hurrying
+            if self._give_way is not None and not self._stop.is_set():
+                self._give_way.clear()
         self._meter.restart()
         self._tell()
         try:
@@ -213,12 +244,25 @@ class ReplicationLoop:
             self._tell()
 
     def _gives_way(self) -> bool:
-        """Whether a newer save has come in a hurry."""
+        """Whether a newer save has come in a hurry. One that was tried already, and failed, is none: the two would take turns without end."""
         self._look_again = False
-        if not self._hurrying:
+        current = self._current
+        if not self._hurrying or current is None:
             return False
-        pending = self._tier.pending(self._target.url)
-        return bool(pending) and self._current is not None and pending[0][0].stem != self._current.stem
+        newer = (m.stem for m, _ in self._tier.pending(self._target.url) if m.stem > current.stem)
+        return any(stem not in self._tried for stem in newer)
+
+    def _press(self) -> None:
+        """In a hurry, have an upload that waits for its next try give way: it tells no progress meanwhile, and so is not asked."""
+        current = self._current
+        if self._give_way is None or not self._hurrying or current is None:
+            return
+        with contextlib.suppress(CkptmgrError, OSError):  # the loop meets it too, and says so
+            if self._gives_way():
+                with self._changed:
+                    self._look_again = True
+                    if self._current is current:
+                        self._give_way.set()
 
     def _tell(self) -> None:
         self._told_at = self._clock()
@@ -243,22 +287,23 @@ class ReplicationLoop:
         except Exception as exc:
             failed = exc if isinstance(exc, CkptmgrError) else UploadError(f"unexpected: {exc!r}")
             trace = None if isinstance(exc, CkptmgrError) else exc
-            logger.error("clean-up after step %d (%s): %s", manifest.step, manifest.id, failed, exc_info=trace)
             self._fail(failed)
+            logger.error("clean-up after step %d (%s): %s", manifest.step, manifest.id, failed, exc_info=trace)
 
     def _fail(self, error: CkptmgrError, stem: Stem | None = None) -> None:
         self._report(Failed(error=error, stem=stem))
 
-    def _again_in(self, seconds: float, *, last_try: bool = True) -> None:
+    def _again_in(self, seconds: float, *, busy: bool = False, lasts: bool = True) -> None:
         """Look again after `seconds`, or earlier when something new comes.
 
         Args:
-            last_try: a closing loop does not wait for it.
+            busy: it is in the hands of another process, which a closing loop waits for.
+            lasts: it failed for a reason that another try now would meet again; a loop that closes and persists tries the others.
         """
         with self._changed:
+            if self._closing and not busy and (lasts or not self._persisting):
+                return
             if self._persisting:
                 seconds = min(seconds, _PERSIST_S)
-            elif self._closing and last_try:
-                return
             at = self._clock() + seconds
             self._retry_at = at if self._retry_at is None else min(self._retry_at, at)

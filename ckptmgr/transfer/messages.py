@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.retry import RetryPolicy
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.records import RunRecord
 from ckptmgr.transfer.tidying import Retention
@@ -29,6 +29,7 @@ class Task:
         linger_s: how long to go on when the trainer is gone.
         pause_s: how long a failure that may pass keeps the queue waiting.
         log_level: of the trainer's logger `ckptmgr`.
+        labels: of the records that the process appends to the tier's metrics once the trainer is gone.
     """
 
     url: str
@@ -41,6 +42,7 @@ class Task:
     linger_s: float
     pause_s: float
     log_level: int
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """A save is in the hands of another process of this machine; it is looked at again."""
+
+    stem: Stem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Superseded:
     """A newer attempt of the run exists (I12)."""
 
@@ -134,7 +143,28 @@ class Ended:
     """Nothing is left to do, or to be done now; the process ends."""
 
 
-Event: TypeAlias = Ready | Refused | Moved | Committed | Failed | Superseded | Logged | Ended
+Event: TypeAlias = Ready | Refused | Moved | Committed | Failed | Busy | Superseded | Logged | Ended
+
+# --- as bytes -------------------------------------------------------------------------------------------------------------
+
+# A task must fit the socket's buffer: its sender does not wait for a reader.
+_MOST_TASK_BYTES = 64 << 10
+
+
+def encode(message: Command | Event) -> bytes:
+    """The bytes of a message. An error that cannot be pickled, such as one of the user's, is told by its text."""
+    try:
+        return pickle.dumps(message)
+    except Exception:
+        if not isinstance(message, Failed):
+            raise
+        told = UploadError(str(message.error.args[0] if message.error.args else message.error), hint=message.error.hint)
+        return pickle.dumps(Failed(error=told, stem=message.stem))
+
+
+def decode(data: bytes) -> object:
+    """The message. What is referred to must be importable here; raises whatever a foreign object's unpickling raises."""
+    return pickle.loads(data)
 
 
 def why_not_portable(task: Task) -> str | None:
@@ -144,4 +174,6 @@ def why_not_portable(task: Task) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever a foreign object's pickling raises
         return str(error)
     # The transfer process must not import the user's program: that would run it again.
-    return "it uses something of the program's main module" if b"__main__" in data else None
+    if b"__main__" in data:
+        return "it uses something of the program's main module"
+    return f"what it is given takes {len(data)} bytes" if len(data) > _MOST_TASK_BYTES else None

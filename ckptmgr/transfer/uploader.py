@@ -19,24 +19,12 @@ from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.child import LOG_FILE, TransferProcess
-from ckptmgr.transfer.ending import call_at_end, end_soon, exit_with, is_interrupted
+from ckptmgr.transfer.ending import INTERRUPTED, call_at_end, end_soon, exit_with, is_interrupted
+from ckptmgr.transfer.hosting import HostFile
 from ckptmgr.transfer.loop import ReplicationLoop
-from ckptmgr.transfer.messages import (
-    Close,
-    Event,
-    Failed,
-    Hurry,
-    Logged,
-    Moved,
-    Notify,
-    Ready,
-    Refused,
-    Superseded,
-    Task,
-    why_not_portable,
-)
+from ckptmgr.transfer.messages import Event, Failed, Logged, Superseded, Task, why_not_portable
 from ckptmgr.transfer.status import UploadStatus
+from ckptmgr.transfer.supervisor import Supervisor
 from ckptmgr.transfer.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -89,11 +77,10 @@ class Uploader:
         self._observe = observe
         self._clock = clock
         self._owner = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._child: TransferProcess | None = None
-        self._loop: ReplicationLoop | None = None
-        self._closing = self._hurrying = self._let_go = self._ended = False
+        self._host: Supervisor | ReplicationLoop | None = None
+        self._closing = self._hurrying = self._let_go = self._killed = self._ended = self._is_waited_for = False
         self._errors: deque[CkptmgrError] = deque(maxlen=_KEPT_ERRORS)
         self.tally = Tally()
 
@@ -101,26 +88,24 @@ class Uploader:
 
     def notify(self) -> None:
         """Something may be pending. Returns at once; starts the thread if need be, also when it has died of something unexpected."""
-        if os.getpid() != self._owner:
+        if not self._is_ours():
             return
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             if self._thread is None or not self._thread.is_alive():
                 self._start()
-            elif self._child is not None:
-                self._child.send(Notify())
-            elif self._loop is not None:
-                self._loop.notify()
+            elif self._host is not None:
+                self._host.notify()
 
     def hurry(self) -> None:
         """This machine is about to go: from now on the newest save comes first, all others wait, and nothing is cleaned up."""
-        with self._changed:
+        if not self._is_ours():
+            return
+        with self._lock:
             self._hurrying = True
-            if self._child is not None:
-                self._child.send(Hurry())
-            elif self._loop is not None:
-                self._loop.hurry()
+            if self._host is not None:
+                self._host.hurry()
 
     def poll_errors(self) -> list[CkptmgrError]:
         """Failures since this was last called, the newest thousand at most."""
@@ -132,8 +117,11 @@ class Uploader:
 
     def status(self) -> UploadStatus:
         """What it is doing now; reads the local tier."""
-        host = "process" if self._child is not None else "" if self._loop is None else "thread"
-        return self.tally.status(self._tier, self._run.url, host)
+        if not self._is_ours():
+            return UploadStatus()
+        host = self._host
+        name = "" if host is None else "process" if isinstance(host, Supervisor) else "thread"
+        return self.tally.status(self._tier, self._run.url, name)
 
     def close(self, timeout_s: float | None) -> list[Stem]:
         """Upload what is pending, for `timeout_s` at most (None: as long as it takes), and end the thread.
@@ -143,21 +131,24 @@ class Uploader:
         Returns:
             What is left, newest first; it stays pending in the local tier. Safe to call twice.
         """
-        if os.getpid() == self._owner:
+        if self._is_ours():
             self._finish(timeout_s)
         return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
+
+    def _is_ours(self) -> bool:
+        # Before any lock is touched: one that another thread held at a fork stays locked in the child for ever.
+        return os.getpid() == self._owner
 
     # --- ending -----------------------------------------------------------------------------------------------------------
 
     def _finish(self, timeout_s: float | None) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = True
-            thread, child, loop = self._thread, self._child, self._loop
-            if child is not None:
-                child.send(Close())
-            elif loop is not None:
-                loop.close()
-            self._changed.notify_all()
+            if self._thread is not None and not (self._thread.is_alive() or self._ended):
+                self._start()  # it has died of something unexpected: what is pending gets its last try all the same
+            thread = self._thread
+            if self._host is not None:
+                self._host.close()
         if thread is None or thread is threading.current_thread() or not thread.is_alive():
             return
         self._say_what_for(timeout_s)
@@ -172,7 +163,11 @@ class Uploader:
             thread.join(_LAST_BLOCK_S)
 
     def _say_what_for(self, timeout_s: float | None) -> None:
-        waiting = len(self._tier.pending(self._run.url))
+        waiting = 0
+        with contextlib.suppress(
+            CkptmgrError, OSError
+        ):  # a tier that cannot be read is told of by the uploads, which go on
+            waiting = len(self._tier.pending(self._run.url))
         if waiting:
             level = logging.WARNING if is_interrupted() else logging.INFO
             limit = "" if timeout_s is None else f", {timeout_s:.0f} s at most"
@@ -180,140 +175,134 @@ class Uploader:
 
     def _cut(self, *, kill: bool) -> None:
         """No further request of this process; a transfer process is let go, or killed."""
-        with self._changed:
+        with self._lock:
             self._let_go = True
+            self._killed = self._killed or kill
             self._stop.set()
-            if self._loop is not None:
-                self._loop.halt()
-            if self._child is not None:
-                if kill:
-                    self._child.kill()
-                self._child.let_go()
-            self._changed.notify_all()
+            if self._host is not None:
+                self._cut_host(self._host)
+
+    def _cut_host(self, host: Supervisor | ReplicationLoop) -> None:
+        if isinstance(host, Supervisor):
+            host.cut(kill=self._killed)
+        else:
+            host.halt()
 
     def _end(self) -> None:
         """The program is over, and nobody has called `close`."""
-        if self._closing or os.getpid() != self._owner:
+        if self._closing or not self._is_ours():
             return
-        left = self.close(self._exit_timeout_s)
+        code = UploadError.exit_code if self._strict else 0
+        try:
+            left = self.close(self._exit_timeout_s)
+        except KeyboardInterrupt:
+            code, left = INTERRUPTED, self.close(0)
         if left:
             names = ", ".join(map(str, left))
             logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self._run.url, names, self._tier.root)
-            if self._strict:
-                exit_with(UploadError.exit_code)
+            if code:
+                exit_with(code)
 
     # --- the thread -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Start the thread; with the lock held."""
         died = self._thread is not None and not self._ended
+        thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
         self._ended = False
-        self._thread = threading.Thread(target=self._main, name="ckptmgr-uploader", daemon=False)
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of the machine, or a program that is ending: what is pending stays so
+            self._ended = not died
+            logger.error("nothing is uploaded to %s: %s", self._run.url, error)
+            self._note(UploadError(f"the uploader thread cannot be started: {error}", hint="the next save tries again"))
+            return
+        self._thread = thread
         if died:
             logger.warning("the uploader thread of %s is started again", self._run.url)
-        else:
+        if not self._is_waited_for:
+            self._is_waited_for = True
             call_at_end(self._end)
 
     def _main(self) -> None:
         try:
-            if self._task is None or not self._supervise(self._task):
-                self._replicate_here()
+            self._replicate()
             self._ended = True
         except BaseException as error:
             # The next save starts a new one: this thread's death must not silently end uploads for the rest of the run.
             logger.exception("the uploader thread of %s died", self._run.url)
             self._note(UploadError(f"the uploader thread died: {error!r}", hint="it is started again by the next save"))
         finally:
-            with self._changed:
-                self._child = self._loop = None
+            with self._lock:
+                self._host = None
+
+    def _replicate(self) -> None:
+        """Have a process do it, or do it here."""
+        if self._task is not None:
+            why = why_not_portable(self._task) or self._supervise(self._task)
+            if why is None:
+                return
+            self._task = None
+            logger.warning("uploads run in the trainer, not in a process of their own: %s", why)
+        self._replicate_here()
+
+    def _supervise(self, task: Task) -> str | None:
+        """Run a transfer process until it is done; why that cannot be, or None."""
+        supervisor = Supervisor(
+            task, take=self._take, pause_s=self._pause_s, abandoned=_program_is_over, clock=self._clock
+        )
+        self._adopt(supervisor)
+        return supervisor.run()
 
     def _replicate_here(self) -> None:
         """Run the loop in this thread, until closed, or until the main program is over."""
+        file = HostFile(self._tier, self._run.url, "thread", self.tally)
+
+        def report(event: Event) -> None:
+            self._take(event)
+            file.update(event)
+
         loop = ReplicationLoop(
             self._tier,
             self._run,
             stop=self._stop,
-            report=self._take,
+            report=report,
             after_commit=self._after_commit,
             pause_s=self._pause_s,
             retries=lambda: self._run.fs.retries,
-            abandoned=lambda: not threading.main_thread().is_alive(),
+            abandoned=_program_is_over,
             clock=self._clock,
         )
-        with self._changed:
-            self._loop = loop
-            loop.notify()
+        self._adopt(loop)
+        try:
+            loop.run()
+        finally:
+            file.close()
+
+    def _adopt(self, host: Supervisor | ReplicationLoop) -> None:
+        """From now on this is told what is to be done; and first, what was said before."""
+        with self._lock:
+            self._host = host
+            host.notify()
             if self._hurrying:
-                loop.hurry()
+                host.hurry()
             if self._closing:
-                loop.close()
-        loop.run()
+                host.close()
+            if self._let_go:
+                self._cut_host(host)
 
-    def _supervise(self, task: Task) -> bool:
-        """Run a transfer process until it is done; False if there can be none."""
-        problem = why_not_portable(task)
-        if problem is not None:
-            logger.warning("uploads run in the trainer, not in a process of their own: %s", problem)
-            return False
-        deaths = 0
-        while True:
-            try:
-                child = TransferProcess(task)
-            except OSError as error:
-                logger.warning("uploads run in the trainer, for a transfer process cannot be started: %s", error)
-                return False
-            outcome = self._mirror(child)
-            code = child.finish(0 if self._let_go else _LAST_BLOCK_S)
-            with self._changed:
-                self._child = None
-            self.tally.note(Moved(stem=None))
-            if isinstance(outcome, Refused):
-                logger.warning("uploads run in the trainer, not in a process of their own: %s", outcome.why)
-                return False
-            if self._let_go or code == 0:
-                return True
-            deaths += 1
-            self._note(
-                UploadError(f"the transfer process {child.pid} died ({_ending(code)})", hint="it is started again")
-            )
-            logger.error("the transfer process of %s died (%s)", self._run.url, _ending(code))
-            if not self._wait_before_restart(deaths):
-                return True
-
-    def _mirror(self, child: TransferProcess) -> Refused | None:
-        with self._changed:
-            self._child = child
-            child.send(Notify())
-            if self._hurrying:
-                child.send(Hurry())
-            if self._closing:
-                child.send(Close())
-        for event in child.events():
-            if isinstance(event, Refused):
-                return event
-            self._take(event)
-        return None
-
-    def _wait_before_restart(self, deaths: int) -> bool:
-        """At once after the first death, later after a growing pause; False when closing: twice is enough then."""
-        pause_s = 0.0 if deaths == 1 else min(600.0, self._pause_s * 2 ** (deaths - 2))
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, timeout=pause_s)
-            return deaths == 1 or not self._closing
-
-    # --- what the loop says -----------------------------------------------------------------------------------------------
+    # --- what the host says -----------------------------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Logged):
-            logging.getLogger(event.name).log(event.level, "%s", event.text)
+            with contextlib.suppress(Exception):  # a filter of the user's may raise
+                logging.getLogger(event.name).log(event.level, "%s", event.text)
             return
         self.tally.note(event)
         if isinstance(event, Superseded):
             self.superseded = True
         if isinstance(event, Failed):
             self._errors.append(event.error)
-        if isinstance(event, Ready):
-            logger.debug("the transfer process of %s runs", self._run.url)
         with contextlib.suppress(Exception):  # an observer is bookkeeping
             self._observe(event)
 
@@ -322,8 +311,5 @@ class Uploader:
         self._take(Failed(error=error))
 
 
-def _ending(code: int | None) -> str:
-    """An exit status for a reader."""
-    if code is None:
-        return "it closed its line and hangs"
-    return f"signal {-code}" if code < 0 else f"exit code {code}; see {LOG_FILE} in the local tier"
+def _program_is_over() -> bool:
+    return not threading.main_thread().is_alive()

@@ -1,9 +1,8 @@
-"""The transfer process: hosts the replication loop in a process of its own. `python -m ckptmgr.transfer.worker PID`, started by the
-uploader of the trainer PID.
+"""The transfer process: hosts the replication loop in a process of its own, started by the uploader of a trainer (`child.py`).
 
 Of its own because the bytes must not move in the trainer's: a Python transfer loop beside a Python training loop fights for the interpreter lock.
-It imports no torch, runs in its own session at low priority, and takes the locks. Standard input is a socket to the trainer (`messages.py`). When the
-trainer is gone it finishes what is pending, for `linger_s` at most, and leaves.
+It imports no torch, runs in its own session at low priority, and takes the locks. Standard input is a socket to the trainer (`line.py`). When the
+trainer is gone it finishes what is pending, for `linger_s` at most, and leaves; at once, when the local tier is gone as well.
 
 Signals: while the trainer lives they are its business, also when they are sent to the whole job; it says on the socket what is to be done.
 """
@@ -11,18 +10,25 @@ Signals: while the trainer lives they are its business, also when they are sent 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
 
 from ckptmgr.backends.registry import open_store
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.layout import RUN_FILE
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.transfer.hosting import HostFile, record_upload
+from ckptmgr.transfer.line import Line
+from ckptmgr.transfer.logfile import keep_small
 from ckptmgr.transfer.loop import ReplicationLoop
 from ckptmgr.transfer.messages import (
     Close,
@@ -30,64 +36,74 @@ from ckptmgr.transfer.messages import (
     Event,
     Hurry,
     Logged,
-    Moved,
     Notify,
     Ready,
     Refused,
     Superseded,
     Task,
+    decode,
 )
-from ckptmgr.transfer.status import TransferFile
+from ckptmgr.transfer.metrics import MetricsLog
 from ckptmgr.transfer.tally import Tally
 from ckptmgr.transfer.tidying import Tidying
 
 logger = logging.getLogger(__name__)
 _NICE = 10
 _LOOK_S = 1.0
+_LINGER_LOOK_S = 0.2
+_LAST_S = 5.0
 _REFUSED = 3
+_LONGEST_TEXT = 20_000
 
 
-class Line:
-    """The socket to the trainer. Sending never fails: when nobody listens any more, what is sent is lost."""
+class Trainer:
+    """The process that this one works for.
 
-    def __init__(self, connection: Connection, trainer: int) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._trainer = trainer
+    Attributes:
+        line: to it.
+        is_gone: it has died, or does not listen any more.
+        signalled: a signal has come since then that asks this process to end.
+    """
 
-    def send(self, event: Event) -> None:
-        """Tell the trainer. Any thread."""
-        with contextlib.suppress(OSError, ValueError), self._sending:
-            self._connection.send(event)
+    def __init__(self, line: Line, pid: int) -> None:
+        self.line = line
+        self.is_gone = False
+        self.signalled = False
+        self._pid = pid
 
-    def receive(self) -> object | None:
-        """The next command; None when the trainer is gone."""
-        while not self.is_orphaned():
+    def heard(self, number: int, frame: FrameType | None) -> None:
+        """A signal has reached this process. Notes it and no more: it may have interrupted the very code that holds a lock."""
+        if self.is_gone or os.getppid() != self._pid:
+            self.signalled = True
+
+    def messages(self) -> Iterator[object]:
+        """What it says, and None about once a second, until it is gone and everything that it had said was handed out."""
+        while True:
             try:
-                if self._connection.poll(_LOOK_S):
-                    return self._connection.recv()  # type: ignore[no-any-return]
-            except (EOFError, OSError):
-                return None
-        return None
-
-    def is_orphaned(self) -> bool:
-        """Whether the trainer has died. Its end of the socket may still be open: a DataLoader worker that it forked has it, too."""
-        return os.getppid() != self._trainer
+                data = self.line.receive(_LOOK_S)
+            except EOFError:
+                break
+            # Its end of the socket may stay open: a process that it forked has it, too.
+            if data is None and os.getppid() != self._pid:
+                break
+            yield None if data is None else decode(data)
+        self.is_gone = True
 
 
 class _ToTrainer(logging.Handler):
     """Hands log records to the trainer, whose logging is the user's; without a trainer, standard error is this process's log file."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__()
-        self._line = line
+        self._trainer = trainer
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
-            self._line.send(Logged(name=record.name, level=record.levelno, text=text))
-            if self._line.is_orphaned():
-                print(record.levelname, text, file=sys.stderr, flush=True)
+            text = self.format(record)[:_LONGEST_TEXT]
+            self._trainer.line.send(Logged(name=record.name, level=record.levelno, text=text))
+            if self._trainer.is_gone:
+                at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+                print(at, record.levelname, text, file=sys.stderr, flush=True)
         except Exception:  # noqa: BLE001 - a full disk must not stop the uploads
             self.handleError(record)
 
@@ -95,106 +111,110 @@ class _ToTrainer(logging.Handler):
 class _Host:
     """One task, from the first message to the end."""
 
-    def __init__(self, task: Task, line: Line) -> None:
+    def __init__(self, task: Task, trainer: Trainer) -> None:
         self._task = task
-        self._line = line
+        self._trainer = trainer
         self._stop = threading.Event()
-        fs, root = open_store(task.url, policy=task.retry, stop=self._stop)
+        give_way = threading.Event()
+        fs, root = open_store(task.url, policy=task.retry, stop=give_way)
         if task.wrap_backend is not None:
             fs = task.wrap_backend(fs)
         run = RunDirectory(fs=fs, root=root, url=task.url, record=task.record)
-        tier = LocalTier.open(task.local_dir)
-        self._file = TransferFile(tier.root)
-        self._writing = threading.Lock()
+        self._tier = LocalTier.open(task.local_dir)
         self._tally = Tally()
-        self._tidying = Tidying(run, tier, attempt=task.attempt, retention=task.retention)
+        self._file = HostFile(self._tier, task.url, "process", self._tally)
+        self._metrics = MetricsLog(self._tier.root, labels=task.labels)
+        self._tidying = Tidying(run, self._tier, attempt=task.attempt, retention=task.retention)
         self._superseded = False
-        self.loop = ReplicationLoop(
-            tier,
+        self._loop = ReplicationLoop(
+            self._tier,
             run,
             stop=self._stop,
             report=self._report,
             after_commit=self._tidying,
             pause_s=task.pause_s,
             retries=lambda: fs.retries,
+            give_way=give_way,
         )
 
-    def run(self) -> None:
+    def run(self, messages: Iterator[object]) -> None:
         """Until the trainer says so, or, when it is gone, until nothing is pending or the time is over."""
-        threading.Thread(target=self._listen, name="ckptmgr-commands", daemon=True).start()
-        self._line.send(Ready())
-        self._write_file()
-        self.loop.run()
-        self._write_file()
+        threading.Thread(target=self._listen, args=(messages,), name="ckptmgr-commands", daemon=True).start()
+        self._trainer.line.send(Ready())
+        self._file.update()
+        self._loop.run()
         self._file.close()
+        self._trainer.line.send(Ended())
+        self._trainer.line.flush(_LAST_S)
 
-    def _write_file(self, *, force: bool = True) -> None:
-        progress = self._tally.progress("process")
-        self._file.write(progress, target=self._task.url, durable=self._tally.durable, force=force)
-
-    def leave(self) -> None:
-        """A signal has reached this process. The trainer's uploads must not end by it; without a trainer it means what it says."""
-        if self._line.is_orphaned():
-            self.loop.halt()
-
-    def _listen(self) -> None:
-        while (command := self._line.receive()) is not None:
-            if isinstance(command, Notify):
-                self.loop.notify()
-            elif isinstance(command, Hurry):
-                self.loop.hurry()
-            elif isinstance(command, Close):
-                self.loop.close()
+    def _listen(self, messages: Iterator[object]) -> None:
+        for command in messages:
+            try:
+                self._obey(command)
+            except Exception:  # this thread also sees to the end of the process
+                logger.exception("%s was not understood", command)
+            keep_small(self._tier.root)
         self._linger()
 
+    def _obey(self, command: object) -> None:
+        if isinstance(command, Notify):
+            self._loop.notify()
+        elif isinstance(command, Hurry):
+            self._loop.hurry()
+        elif isinstance(command, Close):
+            self._loop.close()
+
     def _linger(self) -> None:
-        logger.warning("the trainer is gone: going on with what is pending for %g s at most", self._task.linger_s)
-        self.loop.close(persist=True)
-        self._stop.wait(self._task.linger_s)
-        self.loop.halt()
+        """The trainer is gone. This thread ends the process in time, whatever the loop is stuck in: the journal stands a kill."""
+        until = time.monotonic() + self._task.linger_s
+        logger.info("the trainer is gone: going on with what is pending for %g s at most", self._task.linger_s)
+        self._loop.close(persist=True)
+        while time.monotonic() < until and self._has_tier() and not self._trainer.signalled:
+            self._stop.wait(_LINGER_LOOK_S)
+            keep_small(self._tier.root)
+        self._loop.halt()
+        if self._has_tier():
+            threading.Event().wait(_LAST_S)
+        os._exit(0)
+
+    def _has_tier(self) -> bool:
+        return (self._tier.root / RUN_FILE).exists()
 
     def _report(self, event: Event) -> None:
         self._tally.note(event)
-        self._line.send(event)
-        # What nobody sees again is written at once, progress once a second.
-        with self._writing:
-            self._write_file(force=not isinstance(event, Moved) or event.stem is None)
+        self._trainer.line.send(event)
+        self._file.update(event)
+        if self._trainer.is_gone:  # else it records what it hears
+            record_upload(self._metrics, event)
         if self._tidying.superseded and not self._superseded:
             self._superseded = True
-            self._line.send(Superseded())
+            self._trainer.line.send(Superseded())
 
 
-def main() -> int:
+def main(trainer_pid: int) -> int:
+    """Do the task that comes on standard input; the exit status."""
     # The socket moves away from standard input, where something might read it by mistake.
-    line = Line(Connection(os.dup(0)), trainer=int(sys.argv[1]))
+    trainer = Trainer(Line(Connection(os.dup(0))), trainer_pid)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    faulthandler.enable()
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    host: _Host | None = None
-
-    def heard(number: int, frame: FrameType | None) -> None:
-        if host is not None:
-            # In a thread: the handler may have interrupted the very code that holds the locks which this needs.
-            threading.Thread(target=host.leave, daemon=True).start()
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, heard)
+        signal.signal(number, trainer.heard)
+    # The thread that started us may have had some of them blocked.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    messages = trainer.messages()
     try:
-        task = line.receive()
+        task = next((message for message in messages if message is not None), None)
         if not isinstance(task, Task):
-            return 0  # the trainer died meanwhile
+            return 0  # the trainer has died before it could say what to do
         logging.getLogger("ckptmgr").setLevel(task.log_level)
-        logging.getLogger("ckptmgr").addHandler(_ToTrainer(line))
-        host = _Host(task, line)
+        logging.getLogger("ckptmgr").addHandler(_ToTrainer(trainer))
+        host = _Host(task, trainer)
     except Exception as error:  # noqa: BLE001 - a class of the user's that cannot be unpickled raises anything
-        line.send(Refused(why=str(error) if isinstance(error, CkptmgrError) else repr(error)))
+        trainer.line.send(Refused(why=str(error) if isinstance(error, CkptmgrError) else repr(error)))
         return _REFUSED
-    host.run()
-    line.send(Ended())
+    host.run(messages)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
