@@ -15,7 +15,7 @@ import msgspec
 
 from ckptmgr.backends.atomic import make_dirs_durable, write_atomic
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ManifestError
+from ckptmgr.core.errors import ManifestError, PermanentBackendError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, convert_record, decode_record
 from ckptmgr.core.operations import Record
@@ -97,10 +97,16 @@ class _EntryDoc(msgspec.Struct, kw_only=True):
 
 
 class Journal:
-    """The journals of one local tier. Writes are atomic and durable; one process writes an entry at a time (see `locks`)."""
+    """The journals of one local tier. Writes are atomic and durable; one process writes an entry at a time (see `locks`).
 
-    def __init__(self, tier_root: Path) -> None:
+    Args:
+        makes_root: `write` makes `tier_root` where it is missing. Else it refuses: an upload that outlives the removal of its tier must not
+            make a new one.
+    """
+
+    def __init__(self, tier_root: Path, *, makes_root: bool = False) -> None:
         self._root = tier_root
+        self._makes_root = makes_root
 
     def entries(self) -> list[UploadEntry]:
         """Every entry that can be read, oldest first. A torn one cannot exist; a foreign file is passed over."""
@@ -138,7 +144,13 @@ class Journal:
         )
 
     def write(self, entry: UploadEntry) -> None:
-        """Keep `entry`, durably."""
+        """Keep `entry`, durably.
+
+        Raises:
+            DiskFullError, PermanentBackendError: it is not kept; the tier may be gone.
+        """
+        if not self._makes_root and not self._root.is_dir():
+            raise PermanentBackendError(f"the local tier {self._root} is gone", backend="local", operation="write")
         document: Mapping[str, Any] = {
             "format": FORMAT,
             "version": VERSION,

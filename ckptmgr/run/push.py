@@ -104,7 +104,7 @@ def push(
     """
     at = check_pushable(directory, step=step, tag=tag)
     directory = Path(os.path.abspath(directory))
-    journal = journal or Journal(journal_root(run.url))
+    journal = journal or Journal(journal_root(run.url), makes_root=True)
     files = describe(directory)
     history = run.history()
     content = content_id(files)

@@ -344,7 +344,7 @@ def test_a_name_that_is_given_up_takes_its_parts_along(faulty_scene: Scene, end:
     else:
         # Committed by another process, and pruned since.
         ((manifest, _),) = scene.tier.pending(scene.run.url)
-        other = Journal(scene.tier.root / "other")
+        other = Journal(scene.tier.root / "other", makes_root=True)
         replicate(
             manifest, scene.tier.data_dir(scene.stem), scene.run, other, UploadEntry(stem=scene.stem, remote=scene.stem)
         )
