@@ -32,7 +32,7 @@ def reserved(stager: Stager, state: dict[str, Any]) -> int:
 
 def test_reserved_memory_is_what_the_first_save_takes() -> None:
     """Nothing is copied beforehand; asking again makes no more of it."""
-    state = {"t": {i: floats() for i in range(8)}, "small": torch.nn.Linear(2, 2)}
+    state: dict[str, Any] = {"t": {i: floats() for i in range(8)}, "small": torch.nn.Linear(2, 2)}
     stager = Stager()
     for _ in range(2):
         assert reserved(stager, state) == state_bytes(state) == 8 * PAGES + 6 * 4
