@@ -63,7 +63,12 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 
     def make(*callbacks: Any, **options: Any) -> Any:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            LlamaConfig,
+            LlamaForCausalLM,
+            Trainer,
+            TrainingArguments,
+        )
 
         tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
         rows = [{"input_ids": row, "labels": row} for row in tokens]

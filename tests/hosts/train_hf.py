@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (  # type: ignore[import-not-found, unused-ignore]
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ckptmgr import Best, CheckpointManager, EveryNSteps
 from ckptmgr.callbacks import SaveModelCallback
@@ -38,7 +44,7 @@ from ckptmgr.callbacks import SaveModelCallback
 STEPS, EVALUATE_EVERY = 20, 5
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, size: int) -> None:
         self.tokens = torch.randint(0, 64, (size, 16), generator=torch.Generator().manual_seed(1))
 
@@ -57,7 +63,7 @@ def digest(model: torch.nn.Module) -> str:
     return sha.hexdigest()
 
 
-class Journal(TrainerCallback):
+class Journal(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """One JSON line per step and per log, flushed at once: a SIGKILL loses none."""
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +78,7 @@ class Journal(TrainerCallback):
                 self.file.write(json.dumps({"step": state.global_step, name: float(logs[name]).hex()}) + "\n")
 
 
-class Interrupt(TrainerCallback):
+class Interrupt(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Sends this process a signal at one event of one step; SIGKILL only once everything saved is in the store."""
 
     def __init__(self, number: int, where: str, step: int, manager: CheckpointManager | None) -> None:
@@ -100,7 +106,7 @@ class Interrupt(TrainerCallback):
         os.kill(os.getpid(), self.number)
 
 
-class Slow(TrainerCallback):
+class Slow(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Makes each step last, so that what waits for a while has a step to meet."""
 
     def __init__(self, seconds: float) -> None:
