@@ -21,8 +21,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ckptmgr.callbacks.seams import TakingManager
 from ckptmgr.core.errors import CheckpointError, ConflictError
 from ckptmgr.core.policies import Memory
 from ckptmgr.run.intake import is_linkable, unshare
@@ -169,20 +170,8 @@ class OutputDirectory:
                     yield path, int(match.group(1))
 
 
-class Beginning(Protocol):
-    """What is needed of a manager to begin."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def is_restored(self) -> bool: ...
-
-    def begin(self, *, resume_from: Path | None = None, expected_bytes: int | None = None) -> None: ...
-
-
 def begin(
-    manager: Beginning, host: OutputDirectory, step: int, *, resume_from: Path | None, expected_bytes: int | None
+    manager: TakingManager, host: OutputDirectory, step: int, *, resume_from: Path | None, expected_bytes: int | None
 ) -> None:
     """Claim an attempt for a training that begins at `step`; what it descends from is found out.
 

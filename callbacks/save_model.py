@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ckptmgr.callbacks import facts, huggingface
 from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
-from ckptmgr.callbacks.seams import SavingManager, StopSource
+from ckptmgr.callbacks.seams import SavingManager, StopSource, TakingManager
 from ckptmgr.callbacks.stopping import Stopping, source_of
 from ckptmgr.core.errors import CkptmgrError, ConfigError
 from ckptmgr.core.policies import EpochEnded, Evaluated, Memory, Moment, SavePolicy, StepEnded
@@ -243,8 +243,9 @@ class SaveModelCallback(Callback):
         if host is None:
             self.manager.begin(resume_from=given, expected_bytes=expected_bytes)
             return
-        huggingface.begin(self.manager, host, state.global_step, resume_from=given, expected_bytes=expected_bytes)
-        self._guard("look at the output directory", lambda: host.train_begins(self.manager.local_dir))
+        manager = self._taking_manager
+        huggingface.begin(manager, host, state.global_step, resume_from=given, expected_bytes=expected_bytes)
+        self._guard("look at the output directory", lambda: host.train_begins(manager.local_dir))
 
     def _take_found(self, host: huggingface.OutputDirectory) -> None:
         """Take what the host wrote without telling, `enable_jit_checkpoint` above all. A step that was saved stays as it was saved: such a
@@ -252,7 +253,7 @@ class SaveModelCallback(Callback):
         for found in host.found():
             if found.step not in self._taken:
                 self._taken.add(found.step)
-                self.manager.take(
+                self._taking_manager.take(
                     found.step,
                     found.directory,
                     epoch=found.epoch,
@@ -362,7 +363,7 @@ class SaveModelCallback(Callback):
             )
         elif host is not None:
             self._taken.add(step)
-            checkpoint_id = self.manager.take(
+            checkpoint_id = self._taking_manager.take(
                 step,
                 host.complete(step),
                 epoch=state.epoch,
@@ -380,6 +381,11 @@ class SaveModelCallback(Callback):
         if checkpoint_id is None:
             self.failures += 1  # the manager has logged why
             _log.warning("step %d was not saved (%s)", step, ", ".join(reasons))
+
+    @property
+    def _taking_manager(self) -> TakingManager:
+        """The manager in a host that writes its files itself; a fake one for other hosts need not have all of it."""
+        return cast(TakingManager, self.manager)
 
     def _modes(self) -> Mapping[str, str]:
         return {} if self.policy is None else self.policy.modes()

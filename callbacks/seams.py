@@ -53,22 +53,13 @@ class CloseReport(Protocol):
 
 
 class SavingManager(Protocol):
-    """What is needed of `ckptmgr.training.manager.CheckpointManager`; see there."""
+    """What is needed of `ckptmgr.training.manager.CheckpointManager` in every host; see there."""
 
     @property
     def save_policy(self) -> SavePolicy | None: ...
 
     @property
     def preemption(self) -> StopSource | None: ...
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def local_dir(self) -> Path: ...
-
-    @property
-    def is_restored(self) -> bool: ...
 
     @property
     def should_stop(self) -> str | None: ...
@@ -86,6 +77,27 @@ class SavingManager(Protocol):
         metric_modes: Mapping[str, str] | None = None,
     ) -> str | None: ...
 
+    def reserve(self, state: Mapping[str, Any]) -> None: ...
+
+    def hurry(self, deadline_s: float) -> None: ...
+
+    def poll_errors(self) -> Sequence[Exception]: ...
+
+    def close(self, timeout_s: float | None = None) -> CloseReport: ...
+
+
+class TakingManager(SavingManager, Protocol):
+    """What is needed besides in a host that writes its files itself."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def local_dir(self) -> Path: ...
+
+    @property
+    def is_restored(self) -> bool: ...
+
     def take(
         self,
         step: int,
@@ -98,11 +110,3 @@ class SavingManager(Protocol):
         framework: Mapping[str, str] | None = None,
         final: bool = True,
     ) -> str | None: ...
-
-    def reserve(self, state: Mapping[str, Any]) -> None: ...
-
-    def hurry(self, deadline_s: float | None = None) -> None: ...
-
-    def poll_errors(self) -> Sequence[Exception]: ...
-
-    def close(self, timeout_s: float | None = None) -> CloseReport: ...
