@@ -19,7 +19,7 @@ from ckptmgr.run import intake
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier, describe, storable_files
 from ckptmgr.testing.stores import Store
-from ckptmgr.transfer.drain import upload_one
+from ckptmgr.transfer.upload import upload_one
 
 UUID = "00000000-0000-4000-8000-000000000001"
 STEM = Stem(1, 100, 1, "00000001")
