@@ -282,7 +282,8 @@ class LocalTier:
     def _erase_data(self, stem: Stem) -> None:
         """Manifest first: a kill, or a failure, in between leaves data without a checkpoint, never a checkpoint without data."""
         manifest = self.root / layout.manifest_key(stem)
-        manifest.unlink(missing_ok=True)
+        with os_errors("remove", str(manifest)):
+            manifest.unlink(missing_ok=True)
         if manifest.parent.is_dir():
             fsync_dir(manifest.parent)
         shutil.rmtree(self.data_dir(stem), ignore_errors=True)

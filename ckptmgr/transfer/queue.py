@@ -302,7 +302,7 @@ class _Queue:
         """What may give way, in the order in which it does."""
         newest = self._tier.run.history().newest()
         ours = next((m.stem for m, entry in self.pending if entry.target in ("", self._target)), None)
-        stays = {newest, ours, *(m.stem for m, _ in self.pending[:1]), *_precious([m for m, _ in self.pending])}
+        stays = {newest, ours, *_precious([manifest for manifest, _ in self.pending])}
         loose = [(entry.tries > 0, manifest) for manifest, entry in self.pending if manifest.stem not in stays]
         return [manifest for _, manifest in sorted(loose, key=lambda item: (item[0], item[1].stem))]
 

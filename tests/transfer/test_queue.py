@@ -287,6 +287,34 @@ def test_wait_ends_in_a_hurry(disk: DiskLike, clock: Any) -> None:
     assert (steps(room.dropped), len(asked)) == ([1], 3)
 
 
+def test_wait_waits_for_the_disk(disk: DiskLike, clock: Any) -> None:
+    """What an upload makes superfluous here is removed at once: nothing has to go unsent."""
+    disk.save(1)
+    disk.save(2)
+    disk.has_size(3 * SIZE)
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        disk.upload()
+
+    rules = QueueRules(min_free_bytes=0, when_full="wait")
+    room = make_room(disk.tier, disk.url, 2 * SIZE, rules, pause=pause, clock=clock)
+    assert (room.admitted, room.dropped, room.freed_bytes, len(pauses)) == (True, (), SIZE, 1)
+    assert steps(disk.here()) == [2]
+
+
+def test_wait_does_not_wait_for_others(disk: DiskLike) -> None:
+    """Nothing waits for an upload: no upload will make room on a disk that others have filled."""
+
+    def pause(seconds: float) -> None:
+        raise AssertionError("waited")
+
+    disk.has_size(SIZE)
+    rules = QueueRules(min_free_bytes=0, when_full="wait")
+    assert not make_room(disk.tier, disk.url, 2 * SIZE, rules, pause=pause).admitted
+
+
 def test_an_urgent_save_counts_for_no_budget(disk: DiskLike) -> None:
     for step in (1, 2, 3):
         disk.save(step)
