@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptmgr.backends.localfile import BLOCK_BYTES, SourceFile
+from ckptmgr.backends.localfile import SourceFile
 from ckptmgr.core.checksums import CrcFunction
 from ckptmgr.core.errors import CkptmgrError
 
+#: What is sent at a time.
+SEND_BYTES = 1 << 20
 # A block must get onto the wire within the client's time limit. On a link too slow for that, the next try makes smaller ones.
 _CAREFUL_BYTES = 64 << 10
 
@@ -75,7 +77,7 @@ class FileBody:
         self._crc = crc
         self._cut = cut
         self._at = 0
-        self._block_bytes = BLOCK_BYTES
+        self._block_bytes = SEND_BYTES
         self._sending = False
         self._watching = False
         self._value, self._is_whole = 0, True
@@ -86,7 +88,7 @@ class FileBody:
         Args:
             careful: the last one failed, perhaps because the link is slow.
         """
-        self._block_bytes = _CAREFUL_BYTES if careful else BLOCK_BYTES
+        self._block_bytes = _CAREFUL_BYTES if careful else SEND_BYTES
         self._watching = False
         self.rewind()
 

@@ -123,15 +123,17 @@ class _PartUpload:
         self._cut = threading.Event()
         self._settled = self._told = 0
         self._told_at = 0.0
-        self._finishing = False
+        # The store does not know the upload of the journal; and: all parts are sent.
+        self._is_forgotten = self._finishing = False
 
     def run(self) -> Digests:
         upload_id, stored = self._take_up()
+        expected = self._source.expected
+        if self._is_forgotten and expected is not None and self._sender.is_complete(expected):
+            # Completed by an earlier try whose answer was lost, or which was killed before it could say so.
+            self._end()
+            return expected
         if upload_id is None:
-            if self._source.expected is not None and self._sender.is_complete(self._source.expected):
-                # Completed by an earlier try whose answer was lost, or which was killed before it could say so.
-                self._end()
-                return self._source.expected
             upload_id = self._begin()
         try:
             self._send_all(upload_id, stored)
@@ -162,6 +164,7 @@ class _PartUpload:
             self._abandon(upload_id)
             return None, {}
         if stored is None:
+            self._is_forgotten = True
             return None, {}
         lengths = {part.number: part.length for part in self._plan}
         if any(receipt.size != lengths.get(receipt.number) for receipt in stored):

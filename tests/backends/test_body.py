@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.backends.body import BodyCutError, FileBody
-from ckptmgr.backends.localfile import BLOCK_BYTES, SourceFile
+from ckptmgr.backends.body import SEND_BYTES, BodyCutError, FileBody
+from ckptmgr.backends.localfile import SourceFile
 from ckptmgr.core.errors import SourceChangedError, TransientBackendError
 from ckptmgr.testing.memory_parts import crc64xz
 
 OFFSET = 12345
-DATA = os.urandom(3 * BLOCK_BYTES + 777)
+DATA = os.urandom(3 * SEND_BYTES + 777)
 PART = DATA[OFFSET:]
 CAUSE = TransientBackendError("the request failed")
 
@@ -36,7 +36,7 @@ def test_it_reads_as_a_file_does(source: SourceFile) -> None:
     """Length, position and every kind of read and seek are those of a file with these bytes: signers may rely on it."""
     body, model = body_of(source), io.BytesIO(PART)
     assert len(body) == len(PART)
-    for size in (10, 4096, 0, BLOCK_BYTES + 1, 1):
+    for size in (10, 4096, 0, SEND_BYTES + 1, 1):
         assert body.read(size) == model.read(size)
         assert body.tell() == model.tell()
     for offset, whence in ((5, os.SEEK_SET), (7, os.SEEK_CUR), (-3, os.SEEK_END), (0, os.SEEK_END)):
@@ -46,7 +46,7 @@ def test_it_reads_as_a_file_does(source: SourceFile) -> None:
     assert body.sent == 0
 
 
-@pytest.mark.parametrize(("careful", "block_bytes"), [(False, BLOCK_BYTES), (True, 64 << 10)])
+@pytest.mark.parametrize(("careful", "block_bytes"), [(False, SEND_BYTES), (True, 64 << 10)])
 def test_it_is_sent_in_large_blocks(source: SourceFile, careful: bool, block_bytes: int) -> None:
     """Libraries ask for 16 KiB at a time and get a block: 1 MiB, and after a failure 64 KiB, which even a very slow link takes in time."""
     body = body_of(source)
@@ -71,7 +71,7 @@ def test_the_crc_is_of_what_was_sent(source: SourceFile) -> None:
     body.seek(0)
     assert body.sent_crc is None
     body.start_sending()
-    body.read(BLOCK_BYTES)
+    body.read(SEND_BYTES)
     assert body.sent_crc is None
     body.seek(0)
     while body.read(16384):
@@ -114,7 +114,7 @@ def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: 
     if how == "cut":
         cut.set()
     elif how == "short":
-        os.truncate(source.path, BLOCK_BYTES)
+        os.truncate(source.path, SEND_BYTES)
     body.start_sending()
     kind = {"cut": BodyCutError, "told": Stopped, "short": SourceChangedError}[how]
     with pytest.raises(kind):

@@ -259,6 +259,16 @@ def test_a_batch_delete_that_is_not_offered(s3: ServerStore) -> None:
     assert s3.server.raw_keys(s3.bucket) == []
 
 
+def test_the_requests_of_an_upload_in_parts(store: ServerStore, tmp_path: Path) -> None:
+    """Begin, the parts, complete, and no look that nothing asks for; also with a journal that knows of no upload."""
+    source = tmp_path / "f"
+    source.write_bytes(DATA)
+    for parts in (None, MemoryJournal()):
+        store.server.log.clear()
+        store.plain().put_file(str(source), store.at("k"), expected=digest_bytes(DATA), parts=parts)
+        assert [request.method for request in store.server.log] == ["POST", "PUT", "PUT", "PUT", "POST"]
+
+
 def test_the_requests_of_small_verbs(store: ServerStore) -> None:
     """The common verbs cost one request each; a refused look-up is not asked for again and again."""
     backend = store.plain()
