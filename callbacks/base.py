@@ -115,9 +115,9 @@ class TrainerControl:
         should_save: save at this step's edge.
         should_evaluate: evaluate at this step's edge.
         should_log: log at this step's edge.
-        should_interrupt: leave at the next edge, between micro-batches and evaluation batches too: what is unfinished is dropped, the last step's
-            edge is saved, and a resumed run repeats the rest. The embedded Trainer sets it by itself on a notice of preemption; Hugging Face's
-            control does not have it.
+        should_interrupt: leave at the next edge: the unfinished rest is dropped, the last step's edge is saved, and a resumed run does the rest. The
+            embedded Trainer sets it itself at a notice of preemption, and then an edge is between micro-batches and evaluation batches, too;
+            it is reset if training was complete all the same. Hugging Face's control does not have it.
     """
 
     should_training_stop: bool = False

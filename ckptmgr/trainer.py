@@ -11,10 +11,9 @@ that of the last step edge, and the resumed run equals the uninterrupted one as 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +26,9 @@ from ckptmgr.core.errors import ConfigError
 from ckptmgr.training import state as training_state
 from ckptmgr.training.arguments import TrainingArguments
 from ckptmgr.training.data_position import DataPosition
-from ckptmgr.training.edges import EPOCH_HOOKS, EVALUATION_HOOKS, STEP_HOOKS, EdgeMark
-from ckptmgr.training.forward import call_model, split_loss, to_device
+from ckptmgr.training.edges import EPOCH_HOOKS, Edges
+from ckptmgr.training.evaluating import Evaluating
+from ckptmgr.training.forward import optimizer_step, to_device
 from ckptmgr.training.interruption import Interrupted, Interruption
 from ckptmgr.training.progress import OpenEdge, Progress, RunningLoss
 from ckptmgr.training.ranks import is_main_process
@@ -37,8 +37,6 @@ from ckptmgr.training.rng import capture_rng, restore_rng
 __all__ = ["Trainer", "TrainingArguments", "TrainingResult"]
 
 _log = logging.getLogger(__name__)
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ class TrainingResult:
     interrupted: bool = False
 
 
-class Trainer:
+class Trainer(Evaluating):
     """Trains a model, calls callbacks, and resumes to the last bit.
 
     "To the last bit" holds on CPU with deterministic algorithms and the same thread count, for losses and weights, at whatever step edge
@@ -117,10 +115,8 @@ class Trainer:
         self._losses = RunningLoss(self.device)
         self._progress = Progress(self.state, self._losses)
         self._evaluated_step = -1
-        self._interruption = Interruption(None, self.control)
-        self._mark: EdgeMark | None = None
-        self._taken_back: EdgeMark | None = None
         self._moved = False
+        self._watch_out(None)
         self._call("on_init_end")
 
     def pieces(self) -> dict[str, Any]:
@@ -129,6 +125,7 @@ class Trainer:
         Meaningful at a step edge; callbacks get this function as `checkpoint` in `on_save`.
         """
         optional = {"scheduler": self.lr_scheduler, "scaler": self.scaler}
+        states = self._edges.states()
         return {
             # A compiled module keeps its own prefix in every key, and the checkpoint would only fit compiled ones.
             "model": getattr(self.model, "_orig_mod", self.model),
@@ -136,7 +133,7 @@ class Trainer:
             **{name: piece for name, piece in optional.items() if piece is not None},
             "trainer": self._progress,
             "data": self._position,
-            "callbacks": self.callbacks if self._taken_back is None else self._taken_back.states(),
+            "callbacks": self.callbacks if states is None else states,
             **self._own_pieces,
         }
 
@@ -180,8 +177,7 @@ class Trainer:
             self.restore(resume)
         first_step = self.state.global_step
         self._plan()
-        self._interruption = Interruption(self.callbacks.preemption, self.control)
-        self._position.waiting = self._interruption.waiting
+        self._watch_out(self.callbacks.preemption)
         try:
             # Before on_train_begin: what its hooks draw, an uninterrupted run has not drawn at this step.
             rng = capture_rng() if first_step else None
@@ -189,11 +185,14 @@ class Trainer:
             if interrupted := self._is_interrupted(rng):
                 self._leave()
         except BaseException as error:
+            if self.control.should_interrupt and isinstance(error, Exception):
+                # A callback ends the process with the code of the preemption, and nobody else shows the error.
+                _log.exception("training failed while it was being interrupted")
             self._call("on_exception", exception=error)
             raise
         finally:
             self._position.close()
-            self._taken_back = self._mark = None
+            self._watch_out(None)
             self._call("on_train_end")
         return TrainingResult(
             global_step=self.state.global_step,
@@ -201,24 +200,6 @@ class Trainer:
             steps_run=self.state.global_step - first_step,
             interrupted=interrupted,
         )
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate now; metrics get the prefix `eval_`, are logged, and go to the callbacks."""
-        if self.eval_dataloader is None:
-            raise ConfigError("there is no eval_dataloader", hint="give one to the Trainer")
-        return self._evaluate(self.eval_dataloader)
-
-    def predict(self, dataloader: Iterable[Any]) -> list[Any]:
-        """What the model returns for every batch, in order, without gradient; needs no loss. Hooks get it as `outputs`."""
-        results = []
-        with self._evaluation_mode():
-            for given in dataloader:
-                batch = to_device(given, self.device)
-                with self._autocast():
-                    results.append(call_model(self.model, batch))
-                self._call("on_prediction_step", batch=batch, outputs=results[-1])
-        self._call("on_predict", metrics={})
-        return results
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Append to `state.log_history`, with the epoch and the step, and tell the callbacks."""
@@ -239,6 +220,12 @@ class Trainer:
             self.state.max_steps = args.num_train_epochs * (steps_per_epoch or 0)
         self.control.should_training_stop = self.control.should_interrupt = False
         self._moved = False
+
+    def _watch_out(self, preemption: Any) -> None:
+        """Look at `preemption` from now on; at nothing if None."""
+        self._interruption = Interruption(preemption, self.control)
+        self._position.waiting = self._interruption.waiting
+        self._edges = Edges(self.model, self.optimizer, self._position, self.callbacks, marks=preemption is not None)
 
     def _is_interrupted(self, rng: Mapping[str, Any] | None) -> bool:
         """Train; whether a preemption ended it, in which case the trainer is at an edge again."""
@@ -291,13 +278,13 @@ class Trainer:
     def _run_epoch(self, rng: Mapping[str, Any] | None) -> None:
         """Run the present epoch, or the rest of it; ends early when a callback or `max_steps` says so."""
         self.control.should_epoch_stop = False
-        self._mark = self._new_mark(EPOCH_HOOKS)
+        self._edges.mark(EPOCH_HOOKS)
         self._call("on_epoch_begin")
-        with self._taking_back(), self._interruption.loading():
+        with self._edges.step(), self._interruption.loading():
             self._position.begin(rng)
         over = False
         while not over:
-            with self._taking_back():
+            with self._edges.step():
                 window = self._next_window()
                 if window:
                     self._run_step(window)
@@ -306,27 +293,11 @@ class Trainer:
                         "the train_dataloader gave no batch", hint="check its dataset, batch size and drop_last"
                     )
             over = self._step_edge(stepped=bool(window))
-            self._mark = self._new_mark()
-
-    def _new_mark(self, hooks: Collection[str] = ()) -> EdgeMark | None:
-        return None if self._interruption.preemption is None else EdgeMark(self.model, self.callbacks, hooks)
-
-    @contextlib.contextmanager
-    def _taking_back(self) -> Iterator[None]:
-        """Whatever interrupts in here is as if it had come at the step edge before."""
-        try:
-            yield
-        except Interrupted:
-            if self._mark is not None:
-                self._mark.go_back()
-            self._position.go_back()
-            self.optimizer.zero_grad()
-            self._taken_back = self._mark
-            raise
+            self._edges.mark()
 
     def _next_window(self) -> list[Any]:
         """The micro-batches of the next step; none at the end of the epoch."""
-        if self._mark is not None:
+        if self._edges.marks:
             self._interruption.leave_if_due()
         with self._interruption.loading():
             return self._position.take(self.args.gradient_accumulation_steps)
@@ -336,9 +307,8 @@ class Trainer:
         control = self.control
         control.should_save = control.should_evaluate = control.should_log = False
         cuts = self._interruption.cuts_steps and len(window) > 1
-        if cuts and self._mark is not None:
-            self._mark.mark_callbacks(STEP_HOOKS)
-            self._mark.mark_model()
+        if cuts:
+            self._edges.mark_step()
         self._call("on_step_begin", batch=window[0])
         total = torch.zeros((), device=self.device)
         for index, given in enumerate(window):
@@ -348,7 +318,7 @@ class Trainer:
             total += outputs["loss"] / len(window)
             if index + 1 < len(window):
                 self._call("on_substep_end", batch=batch, outputs=outputs)
-                if cuts and self._mark is not None and self._mark.can_go_back:
+                if cuts and self._edges.can_go_back:
                     self._interruption.leave_if_due()
         self._position.advance(len(window))
         self._optimize()
@@ -360,24 +330,17 @@ class Trainer:
         self._call("on_step_end", batch=batch, outputs={**outputs, "loss": total})
 
     def _optimize(self) -> None:
-        if self.scaler is not None:
-            # Before the hook: clipping and norms are of the true gradients (K003).
-            self.scaler.unscale_(self.optimizer)
-        if self.args.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-        self._call("on_pre_optimizer_step")
-        skipped = False
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            scale = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            skipped = self.scaler.get_scale() < scale
+        stepped = optimizer_step(
+            self.optimizer,
+            self.model,
+            self.scaler,
+            max_grad_norm=self.args.max_grad_norm,
+            before=lambda: self._call("on_pre_optimizer_step"),
+        )
         self._call("on_optimizer_step")
         by_epoch = self.args.lr_scheduler_interval == "epoch"
         # An overflow skips the optimizer's step, so the scheduler's as well.
-        if self.lr_scheduler is not None and (self._position.exhausted if by_epoch else not skipped):
+        if self.lr_scheduler is not None and (self._position.exhausted if by_epoch else stepped):
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
 
@@ -454,17 +417,12 @@ class Trainer:
             training_stop=control.should_training_stop,
             exhausted=self._position.exhausted,
         )
-        mark = EdgeMark(self.model, self.callbacks, EVALUATION_HOOKS)
         try:
-            if control.should_interrupt:
-                raise Interrupted
-            if self.eval_dataloader is None:
-                self.evaluate()
-            else:
-                self._evaluate(self._interruption.watched(self.eval_dataloader, by_others=self._eval_fn is not None))
+            with self._edges.evaluation():
+                if control.should_interrupt:
+                    raise Interrupted
+                self._evaluate(self._interruption.watched(self._eval_data(), by_others=self._eval_fn is not None))
         except Interrupted:
-            mark.go_back()
-            self._taken_back = mark
             self._progress.open_edge = open_edge
             raise
         self._evaluated_step = self.state.global_step
@@ -472,48 +430,9 @@ class Trainer:
             self._progress.open_edge = None
             self._moved = True
 
-    def _evaluate(self, dataloader: Iterable[Any]) -> dict[str, float]:
-        self._call("on_evaluate_begin")
-        with self._evaluation_mode():
-            found = self._mean_loss(dataloader) if self._eval_fn is None else self._eval_fn(self.model, dataloader)
-        metrics = {name if name.startswith("eval_") else f"eval_{name}": float(value) for name, value in found.items()}
-        self.log(metrics)
-        self._call("on_evaluate", metrics=metrics)
-        return metrics
-
-    def _forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss with its graph, and the outputs without."""
-        with self._autocast():
-            result = call_model(self.model, batch) if self._loss_fn is None else self._loss_fn(self.model, batch)
-        return split_loss(result)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, _DTYPES[self.args.amp]) if self.args.amp else contextlib.nullcontext()
-
     def _backward(self, loss: torch.Tensor) -> None:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(was_training)
-
-    def _mean_loss(self, dataloader: Iterable[Any]) -> dict[str, float]:
-        losses = []
-        for given in dataloader:
-            batch = to_device(given, self.device)
-            loss, outputs = self._forward(batch)
-            losses.append(loss.double())
-            self._call("on_prediction_step", batch=batch, outputs=outputs)
-        if not losses:
-            raise ConfigError("the eval_dataloader gave no batch", hint="check its dataset and batch size")
-        return {"loss": float(torch.stack(losses).mean())}
 
     def _call(self, event: str, **arguments: Any) -> None:
         self.callbacks.call(

@@ -189,13 +189,14 @@ def build(
     trigger: Trigger,
     *,
     seed: int = 0,
+    model: torch.nn.Module | None = None,
     **options: Any,
 ) -> Trainer:
     """A trainer as a fresh process would build it."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    model = torch.nn.Sequential(
+    model = model or torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -501,6 +502,29 @@ def test_an_exit_at_the_end_costs_nobody_the_end(tmp_path: Path) -> None:
     assert ended == ["end"]
 
 
+def test_an_error_on_the_way_out_is_not_swallowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A critical callback fails in the emergency save, and the one that ends the process hides it: it is logged with its place."""
+
+    class Fails(Callback):
+        critical = True
+
+        def on_save(self, **kwargs: Any) -> None:
+            raise ValueError("no disk")
+
+        def on_train_end(self, control: TrainerControl, **kwargs: Any) -> None:
+            assert control.should_interrupt
+            raise SystemExit(143)
+
+    trigger = Trigger("forward", 5)
+    saving = Saving(tmp_path)
+    with pytest.raises(SystemExit):
+        build(LOADERS["shuffled"](trigger), ARGS, [saving, Fails()], trigger).train()
+    assert saving.events == ["exception", "train_end"]
+    (record,) = [record for record in caplog.records if record.name == "ckptmgr.trainer"]
+    assert record.exc_info is not None
+    assert "no disk" in str(record.exc_info[1])
+
+
 class Counts(torch.nn.Module):
     """Changes a parameter of its own in each forward pass, as codebooks do that are moved by averages."""
 
@@ -519,11 +543,8 @@ def test_a_step_that_cannot_be_taken_back_is_finished(tmp_path: Path) -> None:
     """Parameters are too large to copy at each step: a model that changes them in a forward pass is saved at the next step's edge."""
     trigger = Trigger("forward", 5)
     saving = Saving(tmp_path)
-    trainer = build(LOADERS["shuffled"](trigger), ARGS, [saving], trigger)
-    trainer.model = Counts()
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    trainer.lr_scheduler = None
+    trainer = build(LOADERS["shuffled"](trigger), ARGS, [saving], trigger, model=Counts())
     result = trainer.train()
     assert (result.interrupted, result.global_step) == (True, 2)
     assert saving.saves == [2]
-    assert float(trainer.model.passes) == 6
+    assert float(trainer.model.get_parameter("passes")) == 6

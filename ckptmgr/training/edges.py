@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from ckptmgr.training.data_position import DataPosition
+from ckptmgr.training.interruption import Interrupted
 from ckptmgr.training.rng import RngMark
 
 _log = logging.getLogger(__name__)
@@ -86,3 +89,75 @@ class EdgeMark:
         except Exception as error:  # noqa: BLE001 - the state of a callback is other people's code
             _log.debug("the states of callbacks cannot be marked, they are saved as they will be: %r", error)
             return {}
+
+
+class Edges:
+    """Takes back what an `Interrupted` cuts off, so that the trainer is at its last edge again.
+
+    Args:
+        model, optimizer, position, callbacks: the trainer's.
+        marks: whether steps can be taken back. Without, an edge costs nothing, and nothing may interrupt a step.
+
+    Attributes:
+        marks: see above.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        position: DataPosition,
+        callbacks: Callbacks,
+        *,
+        marks: bool,
+    ) -> None:
+        self.marks = marks
+        self._model = model
+        self._optimizer = optimizer
+        self._position = position
+        self._callbacks = callbacks
+        self._mark: EdgeMark | None = None
+        self._taken_back: EdgeMark | None = None
+
+    def mark(self, hooks: Collection[str] = ()) -> None:
+        """Here is an edge. `hooks`: those that run before the next look."""
+        self._mark = EdgeMark(self._model, self._callbacks, hooks) if self.marks else None
+
+    def mark_step(self) -> None:
+        """A step of several micro-batches begins, between which it may be cut off."""
+        if self._mark is not None:
+            self._mark.mark_callbacks(STEP_HOOKS)
+            self._mark.mark_model()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the step that was marked can be taken back at this moment."""
+        return self._mark is not None and self._mark.can_go_back
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Whatever interrupts in here is as if it had come at the edge before."""
+        try:
+            yield
+        except Interrupted:
+            if self._mark is not None:
+                self._mark.go_back()
+            self._position.go_back()
+            self._optimizer.zero_grad()
+            self._taken_back = self._mark
+            raise
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """An evaluation, which changes nothing but random states and callbacks; whatever interrupts it is as if it had come before."""
+        mark = EdgeMark(self._model, self._callbacks, EVALUATION_HOOKS)
+        try:
+            yield
+        except Interrupted:
+            mark.go_back()
+            self._taken_back = mark
+            raise
+
+    def states(self) -> dict[str, Any] | None:
+        """The states of callbacks as of the edge that was gone back to; None if there was none."""
+        return None if self._taken_back is None else self._taken_back.states()

@@ -1,13 +1,16 @@
-"""What one forward pass takes and gives: batches on their device, and the loss out of whatever a model returns."""
+"""What one pass takes and gives: batches on their device, the loss out of whatever a model returns, modes, and the optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ckptmgr.core.errors import ConfigError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
@@ -45,3 +48,51 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if type(batch) in (list, tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def autocast(device: torch.device, amp: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Automatic mixed precision as `TrainingArguments.amp` says; nothing if None."""
+    return torch.autocast(device.type, _DTYPES[amp]) if amp else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Without gradient and in eval mode; afterwards in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    max_grad_norm: float | None,
+    before: Callable[[], None],
+) -> bool:
+    """Unscale, clip, and step.
+
+    Args:
+        before: called when the gradients are complete, unscaled and clipped.
+
+    Returns:
+        Whether it stepped; False when the scaler found an overflow.
+    """
+    if scaler is not None:
+        # Before the hook: clipping and norms are of the true gradients (K003).
+        scaler.unscale_(optimizer)
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    before()
+    if scaler is None:
+        optimizer.step()
+        return True
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= scale
