@@ -1,4 +1,4 @@
-"""`push`, `resume`, `drain`: move checkpoints."""
+"""`push`, `resume`: move checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptmgr.cli.command import Command, CommandWithTail, local_directory
+from ckptmgr.cli.draining import drain_tier
 from ckptmgr.cli.looking import SELECTOR_HELP, Json, Run
-from ckptmgr.cli.output import count, emit, emit_json, progress, say, size, warn
+from ckptmgr.cli.output import count, emit, emit_json, progress, say, size
 
 if TYPE_CHECKING:
     from ckptmgr.core.manifest import Manifest
@@ -50,7 +51,8 @@ Exit codes:
   3  nothing to resume; with --or-start: there is data, but no checkpoint
   4  the store is unavailable or refuses, or the disk is full
   5  the checkpoint that was named is damaged, or all are
-  6  COMMAND ended well, but uploads are still pending
+  6  COMMAND ended well, but uploads are still pending, or saves were given
+     up unsent
   7  DIR holds something else, or the local tier contradicts the store
   other: COMMAND's own, 128 + n if signal n ended it"""
 _PUSH_EPILOG = """\b
@@ -60,7 +62,6 @@ Examples:
 
 Exit codes: 0 committed, or already there; 2 wrong usage; 4 the store is unavailable or refuses: repeat the push, which sends only what is
 missing; 5 a file changed meanwhile; 7 another process is pushing the same."""
-_DRAIN_EPILOG = "Exit codes: 0 nothing is pending any more; 3 no local tier there; 6 something is still pending."
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +69,6 @@ def register(app: typer.Typer) -> None:
         "resume", cls=CommandWithTail, epilog=_RESUME_EPILOG, short_help="Fetch a checkpoint, verified; run COMMAND."
     )(resume)
     app.command("push", cls=Command, epilog=_PUSH_EPILOG, short_help="Commit a directory as a checkpoint.")(push)
-    app.command("drain", cls=Command, epilog=_DRAIN_EPILOG, short_help="Upload what is pending in a local tier.")(drain)
 
 
 # --- resume ---------------------------------------------------------------------------------------------------------------
@@ -197,66 +197,8 @@ def _launch(command: list[str], resumed: Resumed | None, run_url: str, local_dir
     words = fill_in(command, path)
     say(f"{'resuming' if path else 'starting from scratch'}: {shlex.join(words)}")
     code = launch(words, environment)
-    left = _drain(_tier(local_dir), run_url)
-    return 6 if code == 0 and left else code
-
-
-# --- drain ----------------------------------------------------------------------------------------------------------------
-
-
-def drain(
-    local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", envvar="CKPTMGR_LOCAL_DIR", help="A local tier.")],
-    as_json: Json = False,
-) -> None:
-    """Upload what is pending in a local tier, newest first, each to the run that it was saved for."""
-    from ckptmgr.run.tier import LocalTier
-
-    tier = LocalTier.open(local_directory(local_dir))
-    left = _drain(tier, None)
-    if as_json:
-        emit_json({"local_dir": str(tier.root), "pending": left})
-    elif not left:
-        emit(f"{tier.root}: nothing pending")
-    if left:
-        raise typer.Exit(6)
-
-
-def _drain(tier: LocalTier | None, default_target: str | None) -> list[str]:
-    """Upload what is pending, and return the ids of what still is. A store that cannot be opened leaves everything.
-
-    Args:
-        default_target: for saves whose journal was lost.
-    """
-    from ckptmgr.backends.registry import normalize_url
-
-    if tier is None:
-        return []
-    fallback = "" if default_target is None else normalize_url(default_target)
-    for target in sorted({entry.target or fallback for _, entry in tier.pending()}):
-        _drain_to(tier, target)
-    return [manifest.id for manifest, _ in tier.pending()]
-
-
-def _drain_to(tier: LocalTier, target: str) -> None:
-    from ckptmgr.core.errors import CkptmgrError
-    from ckptmgr.run.directory import RunDirectory, same_run
-    from ckptmgr.transfer.drain import drain as execute
-
-    if not target:
-        warn(f"{tier.root} does not say where some of its saves belong - `ckptmgr push` takes them to a run")
-        return
-    try:
-        run = RunDirectory.open(target)
-        same_run(tier.run, run)
-        done = execute(tier, run)
-    except CkptmgrError as exc:
-        warn(f"nothing could be uploaded from {tier.root}: {exc}")
-        return
-    for stem in done.committed:
-        say(f"committed step {stem.step} ({stem})")
-    for stem in done.pending:
-        if stem not in done.errors:  # those were logged when they happened
-            warn(f"step {stem.step} ({stem}) is in the hands of another process")
+    left = drain_tier(_tier(local_dir), run_url)
+    return code or left.exit_code
 
 
 # --- push -----------------------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_uploads_that_stay_pending(
     assert (tier / "manifests" / f"{newest}.json").exists()
     drained = cli_here("drain", tier, "--json")
     assert drained.returncode == 0, drained.stderr
-    assert json.loads(drained.stdout) == {"local_dir": str(tier), "pending": []}
+    assert json.loads(drained.stdout) == {"local_dir": str(tier), "pending": [], "dropped": []}
     assert f"run/manifests/{newest}.json" in store.snapshot()
 
 

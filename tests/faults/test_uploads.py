@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -34,7 +35,6 @@ from ckptmgr.transfer.drain import drain
 from ckptmgr.transfer.uploader import Uploader
 
 T = TypeVar("T")
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 LocalSave = Callable[..., Stem]
 
 DEADLINE_S = 60.0
@@ -364,23 +364,24 @@ def test_the_queue_goes_newest_first(scene: Scene) -> None:
     assert scene.settled == order
 
 
-def test_two_processes_drain_one_tier_at_once(scene: Scene, cli: Cli) -> None:
-    """While one has a save in hand another one leaves it alone and says so; there is one upload."""
+def test_two_processes_drain_one_tier_at_once(scene: Scene) -> None:
+    """While one has a save in hand another one waits for it and says so; there is one upload."""
     gate = scene.faulty.add(StoreFault(verb="put_file", skip=1, hold=True))
     (stem,) = scene.save(100)
     scene.uploader.notify()
     assert gate.reached.wait(DEADLINE_S)
-    other = cli("drain", scene.tier.root, "--json")
-    assert other.returncode == 6
-    assert json.loads(other.stdout)["pending"] == [str(stem)]
-    assert "another process" in other.stderr
-    assert scene.manifests() == []
-    gate.release()
+    command = [sys.executable, "-m", "ckptmgr.cli.main", "drain", str(scene.tier.root), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
+        assert other.stderr is not None
+        assert "is being uploaded by another process: waiting for it" in other.stderr.readline()
+        assert scene.manifests() == []
+        gate.release()
+        said, _ = other.communicate(timeout=DEADLINE_S)
+    assert (other.returncode, json.loads(said)["pending"]) == (0, [])
     assert scene.uploader.close(DEADLINE_S) == []
     assert len(scene.faulty.calls("put_file")) == 2
     assert scene.manifests() == [str(stem)]
-    after = cli("drain", scene.tier.root)
-    assert (after.returncode, scene.state_of(stem)) == (0, "uploaded")
+    assert scene.state_of(stem) == "uploaded"
 
 
 def test_a_save_that_another_process_had_in_hand_is_looked_at_again(local_scene: Scene) -> None:
