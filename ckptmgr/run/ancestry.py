@@ -46,6 +46,14 @@ def identify(directory: Path, run: RunDirectory, history: History) -> Stem | Non
     return None
 
 
+def is_copy(directory: Path, manifest: Manifest) -> bool:
+    """Whether `directory` still is a copy of the checkpoint that `manifest` describes, judged as in `identify`.
+
+    A sidecar outlives its directory: a trainer that rotates its checkpoints away and writes one under the same name later knows nothing of it.
+    """
+    return _is_copy(Path(os.path.abspath(directory)), manifest, {})
+
+
 def _is_copy(directory: Path, manifest: Manifest, known: dict[str, str | None]) -> bool:
     """Whether `directory` holds the files of `manifest`.
 

@@ -69,11 +69,12 @@ def test_killed_and_resumed_on_another_machine(
 def test_sigterm_saves_and_the_resumed_run_is_exact(
     make_store: Callable[[str], Store], tmp_path: Path, train: Train, whole: Any, where: str
 ) -> None:
-    """Wherever it comes: the step (or the evaluation) is finished, saved, committed; the process ends with 143."""
+    """Wherever it comes: the step (or the evaluation) is finished, saved, committed; the process ends with 143, also under `ckptmgr resume`."""
     url = f"{make_store('local').url}/run"
     last = 15 if where == "prediction_step" else 13
     both = ("--url", url, "--local-dir", tmp_path / "disk", "--out", tmp_path / "out")
-    first = train(*both, "--send", "SIGTERM", "--where", where, "--when", last)
+    before = (*CKPTMGR, "resume", url, "--or-start", "--") if where == "step_begin" else ()
+    first = train(*both, "--send", "SIGTERM", "--where", where, "--when", last, before=before)
     assert (first.code, first.steps[-1]) == (143, last), first.log
     emergency = saved(url)[last]
     assert "sigterm" in emergency

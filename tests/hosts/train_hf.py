@@ -95,7 +95,8 @@ class Interrupt(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.act("prediction_step", state.global_step)
 
     def act(self, where: str, step: int) -> None:
-        if self.sent or (where, step) != (self.where, self.step):
+        # Of several ranks one hears it, and all must end.
+        if self.sent or (where, step) != (self.where, self.step) or os.environ.get("RANK", "0") != "0":
             return
         self.sent = True
         deadline = time.monotonic() + 60

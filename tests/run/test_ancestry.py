@@ -12,7 +12,7 @@ from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run import ancestry
-from ckptmgr.run.ancestry import identify
+from ckptmgr.run.ancestry import identify, is_copy
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier, describe
 
@@ -126,3 +126,14 @@ def test_other_runs_and_empty_ones(tier: LocalTier, write: Callable[..., Path], 
     save(directory)
     other = RunDirectory.open_or_create(str(tmp_path / "other"))
     assert identify(directory, other, tier.run.history()) is None
+
+
+def test_a_sidecar_may_outlive_its_directory(tier: LocalTier, write: Callable[..., Path], save: Save) -> None:
+    """What it says is checked: a trainer wrote another checkpoint under the same name."""
+    directory = write(10)
+    (manifest,) = [tier.run.manifest(save(directory))]
+    assert isinstance(manifest, Manifest)
+    assert is_copy(directory, manifest)
+    write(10, losses="b")
+    assert not is_copy(directory, manifest)
+    assert not is_copy(directory / "nothing", manifest)
