@@ -6,15 +6,17 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmgr.backends.atomic import digest_file, link_or_copy
-from ckptmgr.backends.parts import PartJournal
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
 from ckptmgr.core.manifest import FileEntry
 from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
 from ckptmgr.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from ckptmgr.backends.parts import PartJournal
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

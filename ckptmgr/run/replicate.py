@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptmgr.backends.parts import PartJournal
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import BackendError, CkptmgrError
 from ckptmgr.core.layout import data_key
@@ -19,6 +18,9 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import new_nonce, utc_stamp, wall_s
 from ckptmgr.run.journal import Journal, UploadEntry
+
+if TYPE_CHECKING:
+    from ckptmgr.backends.parts import PartJournal
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +72,22 @@ def replicate(
         raise
 
 
-def abort_multiparts(entry: UploadEntry, run: RunDirectory) -> None:
+def abort_multiparts(entry: UploadEntry, run: RunDirectory) -> dict[str, str]:
     """Throw away the parts that `entry` has in `run`: for whoever removes it, or gives it up. Best effort, each request made once.
 
-    What cannot be reached stays, and is paid for, until the bucket's rule for incomplete uploads removes it.
+    Returns:
+        What is left of `entry.multiparts`, logged: the store was not reached, or refused. Who forgets these leaves them to the bucket's rule for
+        incomplete uploads.
     """
+    left: dict[str, str] = {}
     for path, upload_id in entry.multiparts.items():
         key = run.path(data_key(entry.remote, path))
         try:
             run.fs.unretried.abort_upload(key, upload_id)
         except BackendError as exc:
             logger.warning("abandoned parts stay in the store (%s, upload %s): %s", key, upload_id, exc)
+            left[path] = upload_id
+    return left
 
 
 class _Progress:

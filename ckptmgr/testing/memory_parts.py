@@ -46,6 +46,7 @@ class MemorySender:
     Attributes:
         parts, object: what the store would hold.
         sent: the numbers of all parts that were sent, in order.
+        refused: the numbers of those whose sender was told that they failed.
         most_held: how many were under way at a time.
         answers_crc: whether the store says the CRC of a part.
         known: whether the store knows the upload.
@@ -59,6 +60,7 @@ class MemorySender:
         self.parts: dict[int, bytes] = {}
         self.object: bytes | None = None
         self.sent: list[int] = []
+        self.refused: list[int] = []
         self.begun = 0
         self.aborted = 0
         self.held = 0
@@ -97,6 +99,9 @@ class MemorySender:
             data = b"".join(body)
             assert digest.crc == f"{crc64xz(data, 0):016x}"
             self.parts[part.number] = data
+        except BaseException:
+            self.refused.append(part.number)
+            raise
         finally:
             with self._lock:
                 self.held -= 1

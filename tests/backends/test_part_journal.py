@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.localfile import SourceFile
-from ckptmgr.backends.parts import PartPlan
+from ckptmgr.backends.parts import Part, PartPlan, Receipt
 from ckptmgr.backends.partupload import UploadGoneError, upload_parts
 from ckptmgr.backends.retry import Retrier, RetryPolicy
 from ckptmgr.core.checksums import Digests, digest_bytes
@@ -282,3 +284,50 @@ def test_an_interruption_is_noticed_while_the_store_is_silent(tmp_path: Path) ->
             journal=journal,
         )
     assert journal.upload_id == "id-1"
+
+
+class LossySender(MemorySender):
+    """Fails before a step has its effect, or after it: then the answer is lost."""
+
+    def begin(self) -> str:
+        made = super().begin()
+        self.fail("begun", 0)
+        return made
+
+    def send(self, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt | None:
+        receipt = super().send(upload_id, part, body, digest)
+        try:
+            self.fail("answered", part.number)
+        except BaseException:
+            self.refused.append(part.number)
+            raise
+        return receipt
+
+    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
+        super().finish(upload_id, receipts, digests)
+        self.fail("finished", 0)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_failures_in_any_order(tmp_path: Path, seed: int) -> None:
+    """A third of all steps fail, before or after their effect, or interrupt: tried again and again with one journal, the object is made in the end,
+    is right, and no part goes again whose answer had arrived."""
+    path, journal, dice = _new_file(tmp_path, 9 * 1000 + 1), MemoryJournal(), random.Random(seed)
+    expected = digest_bytes(path.read_bytes())
+
+    def fail(step: str, number: int) -> None:
+        if dice.random() < 0.3:
+            raise dice.choice([BackendTimeoutError("lost"), AccessDeniedError("expired"), Interrupted()])
+
+    sender = LossySender(fail)
+    sender.answers_crc = bool(seed % 2)
+    for _ in range(200):
+        try:
+            _upload(path, sender, dice.choice([1, 4]), journal=journal, expected=expected)
+        except (BackendTimeoutError, AccessDeniedError, Interrupted):
+            continue
+        break
+    assert sender.object == path.read_bytes()
+    assert journal.upload_id is None
+    for number in range(1, 11):
+        assert sender.sent.count(number) <= sender.begun + sender.refused.count(number)

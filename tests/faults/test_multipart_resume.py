@@ -361,12 +361,12 @@ def test_what_is_evicted_takes_its_parts_along(faulty_scene: Scene, caplog: pyte
     scene = faulty_scene
     upload_id = _interrupt(scene)
     with scene.store.server.faults.injected(Fault(method="DELETE", drop="before", times=None)):
-        abort_multiparts(scene.entry(), scene.run)
+        assert abort_multiparts(scene.entry(), scene.run) == scene.entry().multiparts
     assert upload_id in caplog.text
     assert set(scene.uploads()) == {upload_id}
-    abort_multiparts(scene.entry(), scene.run)
+    assert abort_multiparts(scene.entry(), scene.run) == {}
     assert scene.uploads() == {}
-    abort_multiparts(scene.entry(), scene.run)
+    assert abort_multiparts(scene.entry(), scene.run) == {}
 
 
 def test_a_push_goes_on_as_well(scene: Scene, kill: Kill, ask: Ask, tmp_path: Path) -> None:
