@@ -172,7 +172,11 @@ class Callback:
         """The optimizer has stepped, gradients are still there."""
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> Any:
-        """A step is finished and counted in `state`. Brings the last `batch`, and `outputs` with "loss": the step's mean, detached."""
+        """A step is finished and counted in `state`.
+
+        Brings the last `batch`, `outputs` with "loss": the step's mean, detached, and `checkpoint` as `on_save` does, for its sizes: the step's
+        edge is not over yet.
+        """
 
     def on_evaluate_begin(self, *args: Any, **kwargs: Any) -> Any:
         """An evaluation begins."""

@@ -327,7 +327,7 @@ class Trainer(Evaluating):
         self.state.epoch = self._position.epochs
         self._losses.add(total)
         self._set_flags(self.state.global_step, self.args.logging_steps, self.args.eval_steps)
-        self._call("on_step_end", batch=batch, outputs={**outputs, "loss": total})
+        self._call("on_step_end", batch=batch, outputs={**outputs, "loss": total}, checkpoint=self.pieces)
 
     def _optimize(self) -> None:
         stepped = optimizer_step(

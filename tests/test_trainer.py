@@ -142,7 +142,7 @@ def test_events_bring_what_their_hooks_document() -> None:
     more = {
         "step_begin": {"batch"},
         "substep_end": {"batch", "outputs"},
-        "step_end": {"batch", "outputs"},
+        "step_end": {"batch", "outputs", "checkpoint"},
         "prediction_step": {"batch", "outputs"},
         "evaluate": {"metrics"},
         "predict": {"metrics"},
