@@ -6,7 +6,7 @@
     <run>/manifests/<stem>.json          the commit (or, later, its closing record)
     <run>/tags/<tag>.json                users' names
     <run>/uploads/<stem>.json            local tier only: the upload journal of one save
-    <run>/transfer.json, metrics.jsonl   local tier only: what the uploads are doing, and figures to plot
+    <run>/transfer.json, transfer.log, metrics.jsonl     local tier only: what the uploads are doing, and figures to plot
 
 Numbers are zero-padded, so that LIST order is (attempt, step, seq); nothing sorts unpadded numbers as strings (I4).
 """
@@ -28,10 +28,12 @@ TAGS = "tags"
 UPLOADS = "uploads"
 # Local tier only: where checkpoints are put for a trainer to read.
 RESUMED = "resumed"
-# Local tier only: what the host of the uploads says of itself, and what may be plotted, with the older half of it. Information.
+# Local tier only, and information: what the host of the uploads says of itself, figures to plot, its log; of the latter two also an older half.
 TRANSFER_FILE = "transfer.json"
 METRICS_FILE = "metrics.jsonl"
 OLD_METRICS_FILE = "metrics.old.jsonl"
+LOG_FILE = "transfer.log"
+OLD_LOG_FILE = "transfer.old.log"
 # The ending of a directory that is still being filled.
 PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.

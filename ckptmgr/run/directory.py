@@ -385,6 +385,8 @@ class RunDirectory:
             layout.TRANSFER_FILE,
             layout.METRICS_FILE,
             layout.OLD_METRICS_FILE,
+            layout.LOG_FILE,
+            layout.OLD_LOG_FILE,
         }
         result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
         return result

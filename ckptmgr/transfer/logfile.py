@@ -11,8 +11,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-LOG_FILE = "transfer.log"
-OLD_LOG_FILE = "transfer.old.log"
+from ckptmgr.core import layout
+
+LOG_FILE, OLD_LOG_FILE = layout.LOG_FILE, layout.OLD_LOG_FILE
 MOST_BYTES = 1 << 20
 
 

@@ -25,7 +25,7 @@ from ckptmgr.run.tier import LocalTier, describe
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.drain import drain
 from ckptmgr.transfer.queue import QueueRules, make_room
-from ckptmgr.transfer.status import Durable, TransferFile, UploadStatus
+from ckptmgr.transfer.status import TransferFile, UploadStatus
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 SIZE = 100_000
@@ -372,19 +372,18 @@ def test_one_that_another_process_drains_is_uploading(scene: Scene, said: Callab
     assert said()[1]["tiers"][0]["entries"][0]["state"] == "waiting"
 
 
-def test_what_the_uploader_knew_to_be_durable_counts(scene: Scene, said: Callable[..., tuple[int, Any]]) -> None:
-    """The local copy of the newest upload is gone."""
-    durable = scene.save(100)
+def test_what_an_uploader_knew_to_be_durable_counts(scene: Scene, said: Callable[..., tuple[int, Any]]) -> None:
+    """The local copy of the newest upload is gone; without the words of whoever uploaded it, nothing is known to be durable."""
+    durable = scene.save(100, ago_s=600)
     scene.upload()
     scene.save(150)
     scene.tier.remove(durable)
-    (scene.tier.root / "transfer.json").unlink()  # the drain's, which says the same
-    assert said()[1]["tiers"][0]["lag"]["durable_step"] is None
-    file = TransferFile(scene.tier.root)
-    assert file.write(UploadStatus(host="process"), durable=Durable(stem=durable))
-    file.close()
     lag = said()[1]["tiers"][0]["lag"]
-    assert (lag["durable_step"], lag["steps_ahead"]) == (100, 50)
+    assert (lag["durable_id"], lag["durable_step"], lag["steps_ahead"]) == (str(durable), 100, 50)
+    assert 600 <= lag["durable_age_s"] < 700
+    (scene.tier.root / "transfer.json").unlink()
+    lag = said()[1]["tiers"][0]["lag"]
+    assert (lag["durable_id"], lag["durable_step"], lag["steps_ahead"]) == (None, None, None)
 
 
 def test_a_lost_journal_and_a_garbled_file(scene: Scene, said: Callable[..., tuple[int, Any]]) -> None:

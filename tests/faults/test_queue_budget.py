@@ -27,7 +27,7 @@ from ckptmgr.testing.stores import Store
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.transfer.drain import drain
 from ckptmgr.transfer.metrics import read_metrics
-from ckptmgr.transfer.queue import QueueRules
+from ckptmgr.transfer.queue import QueueRules, make_room
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 MakeStore = Callable[[str], Store]
@@ -136,6 +136,24 @@ def test_an_outage_longer_than_the_queue(
     assert manager.close().pending == ()
     assert [stem.step for stem in RunDirectory.open(url).stems()] == [100, 200, 300, 600, 700]
     assert cli_here("status", disk).returncode == 6
+
+
+def test_drops_are_in_the_exit_code_of_one_drain(
+    make_store: MakeStore, new_tier: NewTier, local_save: LocalSave, cli_here: Cli
+) -> None:
+    """I6: named once, exit 6, although everything else was uploaded; the next one has nothing to say."""
+    run = RunDirectory.open_or_create(f"{make_store('local').url}/run")
+    tier = new_tier(run)
+    first, second = (local_save(tier, run, step, {"a.bin": b"x" * 1000}) for step in (100, 200))
+    make_room(tier, run.url, 1000, QueueRules(max_bytes=2000, min_free_bytes=0))
+    done = cli_here("drain", tier.root)
+    assert done.returncode == 6
+    assert f"step 100 ({first}, 1 kB) was given up before it was uploaded: saves of 2 kB wait" in done.stderr
+    assert run.stems() == [second]
+    done = cli_here("drain", tier.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(first) not in done.stdout
+    assert cli_here("status", tier.root).returncode == 0
 
 
 # --- rows 6 and 9: a full, a read-only, a missing disk --------------------------------------------------------------------

@@ -310,9 +310,10 @@ def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_in_a_tier_it_is_nobody_elses_file(disk: Any) -> None:
-    """`ls` of a local tier takes neither it nor the figures for foreign files."""
+    """`ls` of a local tier takes neither it, nor the log, nor the figures for foreign files."""
     file = TransferFile(disk.tier.root)
     assert file.write(STATUS)
     file.close()
-    (disk.tier.root / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "metrics.old.jsonl", "transfer.log", "transfer.old.log"):
+        (disk.tier.root / name).touch()
     assert disk.tier.run.loose_data([]) == []
