@@ -16,7 +16,7 @@ def size_text(number: float) -> str:
 def duration_text(seconds: float) -> str:
     """`seconds` for a reader, by its two largest units: 8 s, 1 min 40 s, 2 h 5 min, 3 d 4 h."""
     left = round(seconds)
-    parts = []
+    parts: list[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
         if count or (unit == "s" and not parts):
