@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptmgr.transfer.status import Durable, HostView, Lag
 
 _LOCAL_DIR_ENV = "CKPTMGR_LOCAL_DIR"
-_ATTEMPTS_SHOWN = 5
+_SHOWN = 5
 _EPILOG = """\b
 Examples:
   ckptmgr status                          the tier of CKPTMGR_LOCAL_DIR,
@@ -142,7 +142,7 @@ def _emit_run(run: RunDirectory, history: History) -> None:
         Column(title="from step", right=True),
         Column(title="host", least=8),
     )
-    for number in sorted(history.attempts)[-_ATTEMPTS_SHOWN:]:
+    for number in sorted(history.attempts)[-_SHOWN:]:
         record = history.attempts[number]
         parent = "" if record.parent is None else str(record.parent.step)
         table.add(str(number), when(record.created_at), record.how, parent, record.host or "")
@@ -163,13 +163,19 @@ def _emit_tier(view: TierView) -> None:
         Column(title="tries", right=True),
         Column(title="id"),
     )
+    # An outage of days drops hundreds; the newest of them say it all.
+    unseen = {entry.stem for entry in view.of("dropped")[_SHOWN:]}
     for entry in view.entries:
-        known = size(entry.size_bytes) if entry.size_bytes else ""
-        table.add(str(entry.stem.step), entry.state, known, str(entry.tries or ""), str(entry.stem))
+        if entry.stem not in unseen:
+            known = size(entry.size_bytes) if entry.size_bytes else ""
+            table.add(str(entry.stem.step), entry.state, known, str(entry.tries or ""), str(entry.stem))
     show_table(table)
-    for entry in view.of("failed", "dropped", "pruned"):
-        if entry.why:
-            emit(f"step {entry.stem.step} {entry.state}: {one_line(entry.why)}")
+    for state in ("failed", "dropped", "pruned"):
+        told = view.of(state)
+        for entry in told[:_SHOWN]:
+            emit(f"step {entry.stem.step} {state}: {one_line(entry.why)}")
+        if len(told) > _SHOWN:
+            emit(f"and {len(told) - _SHOWN} more {state}")
 
 
 def _lines(view: TierView) -> Iterable[tuple[str, str]]:

@@ -7,7 +7,7 @@ Every record has `at` (UTC), `kind`, and the labels of its writer (run, host, ra
     skip            why; a save that the queue's rules did not let happen
     upload          seconds, size_bytes, sent_bytes, retries, lag_s (from the save to its commit in the store)
     upload_failed   error
-    drop            size_bytes; a save that was given up before it was in the store
+    drop            a save that was given up before it was in the store
     preempted       source, save_s, saved
 
 Several processes may append to one file: each record is a single write. What cannot be written is counted in `lost`, and stops nothing.

@@ -344,6 +344,24 @@ def test_for_programs(busy: Scene, said: Callable[..., tuple[int, Any]]) -> None
     assert all(entry.keys() == keys for entry in tier["entries"])
 
 
+def test_many_drops_do_not_hide_the_rest(scene: Scene, cli_here: Cli, said: Callable[..., tuple[int, Any]]) -> None:
+    """After days of an outage: people see the newest of them and how many there are, programs all."""
+    for step in range(100, 1100, 100):
+        scene.save(step)
+    rules = QueueRules(max_bytes=3 * SIZE, min_free_bytes=0)
+    assert len(make_room(scene.tier, scene.run.url, SIZE, rules).dropped) == 8
+    text = cli_here("status").stdout
+    assert "dropped:    8 saves, never uploaded" in text
+    rows = [row[:2] for row in table(text)]
+    assert rows == [
+        ["1000", "waiting"],
+        ["900", "waiting"],
+        *([str(step), "dropped"] for step in (800, 700, 600, 500, 400)),
+    ]
+    assert text.splitlines()[-1] == "and 3 more dropped"
+    assert [entry["step"] for entry in said()[1]["tiers"][0]["entries"]] == list(range(1000, 0, -100))
+
+
 def test_a_dead_uploader_is_not_said_to_upload(
     busy: Scene, cli_here: Cli, said: Callable[..., tuple[int, Any]]
 ) -> None:
