@@ -180,7 +180,7 @@ class Session(Watcher):
         # "queued", and no stronger word: it is durable in the store only when its manifest is there (K043).
         logger.info("step %d queued: %s (%s)", manifest.step, manifest.id, ", ".join(manifest.reasons))
         self.saved_count += 1
-        self.alarm.saved()
+        self.alarm.saved(manifest.stem)
         self.uploader.notify()
         self._metrics.record(
             "save",
@@ -216,7 +216,7 @@ class Session(Watcher):
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, Committed):
-            self.alarm.committed()
+            self.alarm.committed(event.stem)
         elif isinstance(event, Failed) and event.stem is not None:
             self.alarm.failed(error=str(event.error))
         record_upload(self._metrics, event)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.layout import Stem
 from ckptmgr.core.units import duration_text
 
 _REPEAT_S = 3600.0
@@ -57,11 +58,16 @@ class Alarm:
         self._failures = 0  # since the last commit
         self._last_error = ""
         self._waiting_since: float | None = None  # the first save since the last commit
+        self._newest: Stem | None = None
+        self._durable: Stem | None = None
         self._said_at: float | None = None
 
-    def saved(self) -> None:
-        """A save is on this disk, and not in the store."""
+    def saved(self, stem: Stem | None = None) -> None:
+        """A save is on this disk, and not in the store; nothing, if `stem` was committed before this could be said."""
         with self._lock:
+            if stem is not None and self._durable is not None and stem <= self._durable:
+                return
+            self._newest = stem
             if self._waiting_since is None:
                 self._waiting_since = self._clock()
 
@@ -71,17 +77,16 @@ class Alarm:
             self._failures += n
             self._last_error = error or self._last_error
 
-    def committed(self, *, still_waiting: bool = False) -> None:
-        """A save is durable: the budget is whole again.
-
-        Args:
-            still_waiting: others are not, and the time counts for them from now.
-        """
+    def committed(self, stem: Stem | None = None) -> None:
+        """A save is durable: the budget is whole again. If it is not the newest one, for that the time counts from now."""
         with self._lock:
             self._failures = 0
             self._last_error = ""
             self._said_at = None
-            self._waiting_since = self._clock() if still_waiting else None
+            behind = stem is not None and self._newest is not None and stem < self._newest
+            self._waiting_since = self._clock() if behind else None
+            if stem is not None and (self._durable is None or stem > self._durable):
+                self._durable = stem
 
     @property
     def exceeded(self) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.layout import Stem
 from ckptmgr.transfer.alarm import Alarm, FailureBudget
 
 
@@ -59,15 +60,44 @@ def test_time_counts_from_the_first_save_that_waits(clock: Any) -> None:
     assert alarm.check() == "for 1 min nothing that was saved has become durable"
 
 
-def test_with_others_waiting_time_counts_from_the_commit(clock: Any) -> None:
+def stem(step: int) -> Stem:
+    return Stem(1, step, step, "0123abcd")
+
+
+def test_with_a_newer_one_waiting_time_counts_from_the_commit(clock: Any) -> None:
+    """An older save became durable: that is something, and the newest has its own time."""
     alarm = Alarm(FailureBudget(without_durable_s=60), clock)
-    alarm.saved()
+    alarm.saved(stem(1))
+    alarm.saved(stem(2))
     clock.now += 59
-    alarm.committed(still_waiting=True)
+    alarm.committed(stem(1))
     clock.now += 59
     assert alarm.check() is None
     clock.now += 1
     assert alarm.check() == "for 1 min nothing that was saved has become durable"
+
+
+def test_after_the_newest_older_ones_do_not_count(clock: Any) -> None:
+    """Newest first: a resume would use that one."""
+    alarm = Alarm(FailureBudget(without_durable_s=60), clock)
+    alarm.saved(stem(1))
+    alarm.saved(stem(2))
+    alarm.committed(stem(2))
+    clock.now += 1e6
+    assert alarm.check() is None
+
+
+def test_a_commit_that_overtakes_the_news_of_its_save(clock: Any) -> None:
+    """The transfer process was quicker than the writer thread: nothing waits, and no alarm an hour later."""
+    alarm = Alarm(FailureBudget(without_durable_s=60), clock)
+    alarm.committed(stem(2))
+    alarm.saved(stem(2))
+    alarm.saved(stem(1))
+    clock.now += 1e6
+    assert alarm.check() is None
+    alarm.saved(stem(3))
+    clock.now += 60
+    assert alarm.check() is not None
 
 
 def test_it_is_said_again_after_a_while_and_not_before(clock: Any) -> None:
