@@ -225,7 +225,7 @@ class Trainer(Evaluating):
         """Look at `preemption` from now on; at nothing if None."""
         self._interruption = Interruption(preemption, self.control)
         self._position.waiting = self._interruption.waiting
-        self._edges = Edges(self.model, self.optimizer, self._position, self.callbacks, marks=preemption is not None)
+        self._edges = Edges(self.model, self._position, self.callbacks, marks=preemption is not None)
 
     def _is_interrupted(self, rng: Mapping[str, Any] | None) -> bool:
         """Train; whether a preemption ended it, in which case the trainer is at an edge again."""

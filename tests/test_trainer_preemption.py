@@ -398,6 +398,40 @@ def test_the_trainer_goes_on_in_the_same_process(tmp_path: Path) -> None:
         assert trainer.state.log_history == whole.log
 
 
+def test_a_resumed_edge_ends_as_the_whole_one_does(tmp_path: Path) -> None:
+    """The evaluation of the last step of an epoch is cut off: after it, the epoch ends, and what had asked for a save gets it; then the next one begins."""
+    events: list[str] = []
+
+    class Asks(Callback):
+        def on_step_end(self, control: TrainerControl, **kwargs: Any) -> None:
+            control.should_save = True
+
+        def on_epoch_begin(self, **kwargs: Any) -> None:
+            events.append("epoch_begin")
+
+        def on_epoch_end(self, state: TrainerState, **kwargs: Any) -> None:
+            events.append(f"epoch_end {state.epoch}")
+
+        def on_evaluate(self, state: TrainerState, **kwargs: Any) -> None:
+            events.append("evaluate")
+
+        def on_save(self, state: TrainerState, **kwargs: Any) -> None:
+            events.append(f"save {state.global_step}")
+
+    for loader in ("shuffled", "stream"):
+        root = tmp_path / loader
+        root.mkdir()
+        args = TrainingArguments(num_train_epochs=2, gradient_accumulation_steps=3, eval_steps=4, logging_steps=None)
+        trigger = Trigger("evaluation", 2)
+        first = Saving(root)
+        build(LOADERS[loader](trigger), args, [first, Asks()], trigger).train()
+        assert first.saves == [1, 2, 3, 4]
+        events.clear()
+        build(LOADERS[loader](Trigger()), args, [Saving(root), Asks()], Trigger(), seed=4).train(first.newest)
+        assert events[:5] == ["evaluate", "epoch_end 1.0", "save 4", "epoch_begin", "save 5"], loader
+        assert events[-3:] == ["evaluate", "epoch_end 2.0", "save 8"], loader
+
+
 # --- what is saved, and what is called ----------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ class Edges:
     """Takes back what an `Interrupted` cuts off, so that the trainer is at its last edge again.
 
     Args:
-        model, optimizer, position, callbacks: the trainer's.
+        model, position, callbacks: the trainer's.
         marks: whether steps can be taken back. Without, an edge costs nothing, and nothing may interrupt a step.
 
     Attributes:
@@ -105,7 +105,6 @@ class Edges:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
         position: DataPosition,
         callbacks: Callbacks,
         *,
@@ -113,7 +112,6 @@ class Edges:
     ) -> None:
         self.marks = marks
         self._model = model
-        self._optimizer = optimizer
         self._position = position
         self._callbacks = callbacks
         self._mark: EdgeMark | None = None
@@ -143,7 +141,6 @@ class Edges:
             if self._mark is not None:
                 self._mark.go_back()
             self._position.go_back()
-            self._optimizer.zero_grad()
             self._taken_back = self._mark
             raise
 

@@ -6,16 +6,18 @@ pipe `out` and the file `err`, and ends as any program does. Answers `{"pid": �
     {"url": …, "disk": …, "out": …, "err": …, "at": ["forward", 5], "send": [15]}
 
 A training prints a line of JSON per step, `{"step": 3, "loss": "0x1.8p+0"}`, and `{"at": [place, nth]}` when it comes to the place `at`. There it
-sends itself the signals `send`, to the whole process group if `group`; with `stay` it then waits there for ever.
+sends itself the signals `send`, to the whole process group if `group`; with `stay` it then waits there for ever, with `until_workers_end` until the
+loaders' workers are dead.
 
-Places: `sample` (a training sample is loaded), `worker_sample` (the same in a worker process), `forward`, `evaluation`, `copy` (a piece of the state
-is asked for its state), `write` (a file of a save is opened, in the writer's thread).
+Places: `sample` (a training sample is loaded), `worker_sample` (the same in a worker process), `forward`, `evaluation`, `optimizer` (in the middle of
+its step), `copy` (a piece of the state is asked for its state), `write` (a file of a save is opened, in the writer's thread).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing.connection
 import os
 import random
 import sys
@@ -46,6 +48,9 @@ def here(place: str) -> None:
         (os.killpg if JOB.get("group") else os.kill)(os.getpgrp() if JOB.get("group") else os.getpid(), number)
     if JOB.get("stay"):
         threading.Event().wait()
+    if JOB.get("until_workers_end"):
+        for worker in multiprocessing.active_children():
+            multiprocessing.connection.wait([worker.sentinel], 60)
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -64,6 +69,20 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         if self.place:
             here(self.place if get_worker_info() is None else f"worker_{self.place}")
         return self.x[index] + 0.01 * noise, self.x[index].sum(dim=0, keepdim=True)
+
+
+class Torn(torch.optim.AdamW):
+    """Can be interrupted where half of the parameters are changed."""
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        for group in groups:
+            parameters = group["params"]
+            for half in (parameters[:2], parameters[2:]):
+                group["params"] = half
+                super().step(closure)
+                here("optimizer")
+            group["params"] = parameters
 
 
 class Ballast:
@@ -113,7 +132,7 @@ def main() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = Torn(model.parameters(), lr=0.01)
 
     def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         here("forward" if model.training else "evaluation")

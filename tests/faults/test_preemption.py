@@ -272,6 +272,18 @@ def test_to_the_whole_process_group(start: Callable[..., Training], url: str, tm
     assert first.losses | second.losses == whole(2)
 
 
+def test_workers_that_die_during_an_optimizer_step_tear_nothing(
+    start: Callable[..., Training], url: str, tmp_path: Path, whole: Whole
+) -> None:
+    """torch says so by an exception out of the handler of SIGCHLD, in the middle of whatever runs: it comes too late to be of use to anybody."""
+    first = start(at=["optimizer", 3], send=[signal.SIGTERM], group=True, until_workers_end=True, every=100, workers=2)
+    assert_left_in_order(first, url, tmp_path / "disk")
+    assert checkpoints(url) == [(2, ("sigterm",))]
+    second = start(every=100, workers=2)
+    assert second.wait() == {"code": 0}, second.errors
+    assert first.losses | second.losses == whole(2)
+
+
 def test_the_group_loses_its_workers_during_a_wait(start: Callable[..., Training], url: str, tmp_path: Path) -> None:
     """Sent from outside, while a worker hangs and the trainer waits for it."""
     training = start(at=["worker_sample", 17], stay=True, every=100, workers=2)
