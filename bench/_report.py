@@ -67,6 +67,15 @@ def interleaved(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up:
     return found
 
 
+def warn_if_busy() -> None:
+    """Say on stderr that others use this machine: memory and disk are shared then, and even ratios of one round say little."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2:
+        print(
+            f"warning: this machine is busy (load {load:.1f} on {cores} cores); measure on an idle one", file=sys.stderr
+        )
+
+
 def machine(packages: Sequence[str]) -> str:
     """One line: cores, processor, system, Python and the packages that matter here."""
     try:

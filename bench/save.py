@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _report import Limit, finish, interleaved, machine, parser, verdicts
+from _report import Limit, finish, interleaved, machine, parser, verdicts, warn_if_busy
 
 from ckptmgr.core.retention import KeepLast
 from ckptmgr.training.manager import CheckpointManager
@@ -215,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options_of.add_argument("--dir", type=Path, help="where to write; by default the directory for temporary files")
     options = options_of.parse_args(arguments)
+    warn_if_busy()
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         refuse_small_machine(options.size_mib, Path(directory))
         times_s = measure(options.size_mib, options.rounds, Path(directory))
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section,
         ratios(times_s),
         LIMITS,
-        hint="see what else keeps the machine busy; ckptmgr/training/staging.py",
+        hint="is the machine idle, and its disk?",
     )
 
 

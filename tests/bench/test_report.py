@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +74,23 @@ def test_a_record_replaces_its_own_section_only(report: ModuleType, tmp_path: Pa
     assert text.startswith("# Benchmarks\n")
     assert text.endswith("\n\n## Start-up\n\n150\n\n## Throughput\n\nOf another bench.\n")
     assert "160" not in text
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.9, False), (3.0, True)])
+def test_a_busy_machine_is_said(
+    report: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    load: float,
+    warned: bool,
+) -> None:
+    """On stderr: the last line on stdout stays the ratios."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    report.warn_if_busy()
+    printed = capsys.readouterr()
+    assert ("load 3.0 on 2 cores" in printed.err) == warned
+    assert printed.out == ""
 
 
 def test_the_machine_is_one_line(report: ModuleType) -> None:
