@@ -276,34 +276,40 @@ def test_a_tier_that_is_missing_is_made(make_store: MakeStore, tmp_path: Path) -
     assert [stem.step for stem in RunDirectory.open(url).stems()] == [100]
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory to mount something on; unmounted at the end, however often it was mounted."""
+    directory = tmp_path / "mounted"
+    directory.mkdir()
+    yield directory
+    while os.path.ismount(directory):
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
 def test_a_tier_that_vanishes_stops_no_training(
-    make_store: MakeStore, disk_of: Callable[[int], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_store: MakeStore, disk_of: Callable[[int], Path], place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its disk is unmounted: saves fail loudly instead of filling the disk below, training goes on, and with the disk back so do the saves."""
-    disk, place, down = disk_of(1024), tmp_path / "mounted", Down()
-    place.mkdir()
-    subprocess.run(["mount", "--bind", str(disk), str(place)], check=True)
-    try:
-        manager = CheckpointManager(f"{make_store('local').url}/run", local_dir=place / "tier", wrap_backend=down)
-        manager.begin()
-        manager.save(100, state_of(100))
-        assert down.gate.reached.wait(DEADLINE_S)
-        subprocess.run(["umount", "-l", str(place)], check=True)
-        with caplog.at_level(logging.ERROR, "ckptmgr"):
-            manager.save(200, state_of(200))
-            assert manager.wait_saved(DEADLINE_S)
-        assert manager.status().save_failures == 1
-        assert any("step 200" in line and "training goes on" in line for line in caplog.messages)
-        assert list(place.iterdir()) == []
-    finally:
-        subprocess.run(["mount", "--bind", str(disk), str(place)], check=True)
-    try:
-        manager.save(300, state_of(300))
-        down.up()
-        assert manager.close().pending == ()
-        assert whole(LocalTier.open(place / "tier"))[-1] == 300
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    # By a second path to it, for a tmpfs whose last mount is gone loses what it holds.
+    disk, down = disk_of(1024), Down()
+    bind = ["mount", "--bind", str(disk), str(place)]
+    subprocess.run(bind, check=True)
+    manager = CheckpointManager(f"{make_store('local').url}/run", local_dir=place / "tier", wrap_backend=down)
+    manager.begin()
+    manager.save(100, state_of(100))
+    assert down.gate.reached.wait(DEADLINE_S)
+    subprocess.run(["umount", "-l", str(place)], check=True)
+    with caplog.at_level(logging.ERROR, "ckptmgr"):
+        manager.save(200, state_of(200))
+        assert manager.wait_saved(DEADLINE_S)
+    assert manager.status().save_failures == 1
+    assert any("step 200" in line and "training goes on" in line for line in caplog.messages)
+    assert list(place.iterdir()) == []
+    subprocess.run(bind, check=True)
+    manager.save(300, state_of(300))
+    down.up()
+    assert manager.close().pending == ()
+    assert whole(LocalTier.open(place / "tier"))[-1] == 300
 
 
 # --- row 8: another file system -----------------------------------------------------------------------------------------------
