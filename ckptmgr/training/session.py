@@ -126,6 +126,7 @@ class Session(Watcher):
             CkptmgrError: this save failed, or an earlier one did in the background, where that is to be raised.
         """
         self.raise_late()
+        started = time.monotonic()
         urgent = not EMERGENCIES.isdisjoint(facts.reasons)
         if urgent:
             self.hurry()
@@ -139,9 +140,19 @@ class Session(Watcher):
             begun = None
         if wait or urgent:
             self.saver.wait()
+        saved = begun if self.save_failures == failures else None
+        if urgent:
+            sources = EMERGENCIES.intersection(facts.reasons)
+            self._metrics.record(
+                "preempted",
+                step=facts.step,
+                source=min(sources),
+                save_s=time.monotonic() - started,
+                saved=saved is not None,
+            )
         if wait or urgent or begun is None:
             self.raise_late()
-        return begun if self.save_failures == failures else None
+        return saved
 
     def raise_late(self) -> None:
         """Raise what a save in the background failed by, once, where that is to be raised."""
@@ -163,13 +174,16 @@ class Session(Watcher):
 
     def close(self, timeout_s: float | None) -> list[Stem]:
         """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first."""
-        self.saver.hurry()
         started = time.monotonic()
-        if not self.saver.close(timeout_s):
-            logger.error("a save was still being written after %g s; it goes on until the program ends", timeout_s)
-        spent = time.monotonic() - started
         try:
+            self.saver.hurry()
+            if not self.saver.close(timeout_s):
+                logger.error("a save was still being written after %g s; it goes on until the program ends", timeout_s)
+            spent = time.monotonic() - started
             return self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent))
+        except BaseException:  # Ctrl-C, maybe before there was an upload to wait for
+            self.uploader.give_up()
+            raise
         finally:
             self.tier.release()
 
