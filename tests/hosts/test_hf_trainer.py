@@ -14,6 +14,9 @@ from ckptmgr.core.history import History
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.testing.stores import Store
 
+# Each test is two to four trainings, and most of their time is imports.
+pytestmark = pytest.mark.timeout(600)
+
 Train = Callable[..., Any]
 CKPTMGR = (sys.executable, "-m", "ckptmgr.cli.main")
 
