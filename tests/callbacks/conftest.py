@@ -1,15 +1,19 @@
-"""A manager and a preemption that keep what they are told, for callbacks that save."""
+"""A manager and a preemption that keep what they are told, and a host like Hugging Face's Trainer, for callbacks that save."""
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.core.policies import SavePolicy
 
 
@@ -105,6 +109,125 @@ class FakeManager:
         return self.closed
 
 
+@dataclass
+class HfState:
+    global_step: int = 0
+    epoch: float = 0.0
+    max_steps: int = 0
+    is_world_process_zero: bool = True
+    best_metric: float | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HfControl:
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+class HfTrainer:
+    """A training of `steps` steps with the flags, files and events of Hugging Face's Trainer, in their order."""
+
+    def __init__(
+        self,
+        out: Path,
+        callback: SaveModelCallback | None,
+        *,
+        steps: int = 6,
+        steps_per_epoch: int = 3,
+        others: tuple[Any, ...] = (),
+        losses: Mapping[int, float] | None = None,
+        **args: Any,
+    ) -> None:
+        self.args = SimpleNamespace(
+            output_dir=str(out),
+            save_strategy="no",
+            save_steps=0,
+            save_total_limit=None,
+            eval_strategy="no",
+            eval_steps=0,
+        )
+        self.args.__dict__.update(args)
+        self.callbacks = [*([] if callback is None else [callback]), *others]
+        self.steps_per_epoch = steps_per_epoch
+        self.losses = losses or {}
+        self.state, self.control = HfState(max_steps=steps), HfControl()
+        self.written: list[int] = []
+
+    def train(self, *, resume_from: Path | None = None) -> None:
+        if resume_from is not None:
+            self.state = HfState(**json.loads((resume_from / "trainer_state.json").read_bytes()))
+        self._call("on_train_begin")
+        while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            self._epoch()
+        self._call("on_train_end")
+
+    def _epoch(self) -> None:
+        self.control.should_epoch_stop = False
+        while not (self.control.should_training_stop or self.control.should_epoch_stop):
+            self.control.should_save = self.control.should_evaluate = False
+            self._call("on_step_begin")
+            self.state.global_step += 1
+            self.state.epoch = self.state.global_step / self.steps_per_epoch
+            self._own_flags()
+            self._call("on_step_end")
+            self._evaluate_and_save()
+            if self.state.global_step % self.steps_per_epoch == 0:
+                break
+        self.control.should_save |= self.args.save_strategy == "epoch"
+        self.control.should_evaluate |= self.args.eval_strategy == "epoch"
+        self._call("on_epoch_end")
+        self._evaluate_and_save()
+
+    def _own_flags(self) -> None:
+        step = self.state.global_step
+        last = step >= self.state.max_steps
+        if self.args.save_strategy == "steps" and (last or step % self.args.save_steps == 0):
+            self.control.should_save = True
+        if self.args.eval_strategy == "steps" and (last or step % self.args.eval_steps == 0):
+            self.control.should_evaluate = True
+        if last:
+            self.control.should_training_stop = True
+
+    def _evaluate_and_save(self) -> None:
+        if self.control.should_evaluate:
+            metrics = {"eval_loss": self.losses.get(self.state.global_step, 1.0)}
+            self.control.should_evaluate = False
+            self._call("on_evaluate", metrics=metrics)
+            better = self.state.best_metric is None or metrics["eval_loss"] < self.state.best_metric
+            if better:
+                self.state.best_metric = metrics["eval_loss"]
+            if self.args.save_strategy == "best":
+                self.control.should_save = better
+        if self.control.should_save:
+            self.write()
+            self.control.should_save = False
+            self._call("on_save")
+
+    def write(self) -> None:
+        """In place, as torch.save and open(…, "w") do; then rotation."""
+        step = self.state.global_step
+        self.written.append(step)
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {"model.safetensors": f"weights {step}", "trainer_state.json": json.dumps(vars(self.state))}
+        for name, text in files.items():
+            with (folder / name).open("w") as file:
+                file.write(text)
+        there = sorted(Path(self.args.output_dir).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+        for old in there[: -self.args.save_total_limit] if self.args.save_total_limit else ():
+            shutil.rmtree(old)
+
+    def _call(self, event: str, **arguments: Any) -> None:
+        for callback in self.callbacks:
+            hook = getattr(callback, event, None)
+            if hook is not None:
+                hook(self.args, self.state, self.control, model=None, optimizer=None, **arguments)
+
+
 @pytest.fixture
 def fake_manager() -> Callable[..., FakeManager]:
     """Makes managers; see `FakeManager` for what can be given."""
@@ -129,3 +252,15 @@ def closed() -> Callable[..., Closed]:
 @pytest.fixture(autouse=True)
 def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
+
+
+@pytest.fixture
+def hf_trainer() -> type[HfTrainer]:
+    """Makes trainings; see `HfTrainer`."""
+    return HfTrainer
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The output directory of a training."""
+    return tmp_path / "out"

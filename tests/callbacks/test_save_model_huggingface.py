@@ -6,11 +6,8 @@ The host here follows the loop of transformers 5.24 in everything that matters t
 from __future__ import annotations
 
 import json
-import logging
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,156 +16,39 @@ import pytest
 
 from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.save_model import SaveModelCallback
-from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.policies import Best, EveryNEpochs, EveryNSteps, SavePolicy
 from ckptmgr.training import ranks
 
 Fake = Callable[..., Any]
 
 
-@dataclass
-class State:
-    global_step: int = 0
-    epoch: float = 0.0
-    max_steps: int = 0
-    is_world_process_zero: bool = True
-    best_metric: float | None = None
-    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Control:
-    should_training_stop: bool = False
-    should_epoch_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
-    should_log: bool = False
-
-
-class HfTrainer:
-    """A training of `steps` steps with the flags, files and events of Hugging Face's Trainer, in their order."""
-
-    def __init__(
-        self,
-        out: Path,
-        callback: SaveModelCallback | None,
-        *,
-        steps: int = 6,
-        steps_per_epoch: int = 3,
-        others: tuple[Any, ...] = (),
-        losses: Mapping[int, float] | None = None,
-        **args: Any,
-    ) -> None:
-        self.args = SimpleNamespace(
-            output_dir=str(out),
-            save_strategy="no",
-            save_steps=0,
-            save_total_limit=None,
-            eval_strategy="no",
-            eval_steps=0,
-        )
-        self.args.__dict__.update(args)
-        self.callbacks = [*([] if callback is None else [callback]), *others]
-        self.steps_per_epoch = steps_per_epoch
-        self.losses = losses or {}
-        self.state, self.control = State(max_steps=steps), Control()
-        self.written: list[int] = []
-
-    def train(self, *, resume_from: Path | None = None) -> None:
-        if resume_from is not None:
-            self.state = State(**json.loads((resume_from / "trainer_state.json").read_bytes()))
-        self._call("on_train_begin")
-        while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
-            self._epoch()
-        self._call("on_train_end")
-
-    def _epoch(self) -> None:
-        self.control.should_epoch_stop = False
-        while not (self.control.should_training_stop or self.control.should_epoch_stop):
-            self.control.should_save = self.control.should_evaluate = False
-            self._call("on_step_begin")
-            self.state.global_step += 1
-            self.state.epoch = self.state.global_step / self.steps_per_epoch
-            self._own_flags()
-            self._call("on_step_end")
-            self._evaluate_and_save()
-            if self.state.global_step % self.steps_per_epoch == 0:
-                break
-        self.control.should_save |= self.args.save_strategy == "epoch"
-        self.control.should_evaluate |= self.args.eval_strategy == "epoch"
-        self._call("on_epoch_end")
-        self._evaluate_and_save()
-
-    def _own_flags(self) -> None:
-        step = self.state.global_step
-        last = step >= self.state.max_steps
-        if self.args.save_strategy == "steps" and (last or step % self.args.save_steps == 0):
-            self.control.should_save = True
-        if self.args.eval_strategy == "steps" and (last or step % self.args.eval_steps == 0):
-            self.control.should_evaluate = True
-        if last:
-            self.control.should_training_stop = True
-
-    def _evaluate_and_save(self) -> None:
-        if self.control.should_evaluate:
-            metrics = {"eval_loss": self.losses.get(self.state.global_step, 1.0)}
-            self.control.should_evaluate = False
-            self._call("on_evaluate", metrics=metrics)
-            better = self.state.best_metric is None or metrics["eval_loss"] < self.state.best_metric
-            if better:
-                self.state.best_metric = metrics["eval_loss"]
-            if self.args.save_strategy == "best":
-                self.control.should_save = better
-        if self.control.should_save:
-            self.write()
-            self.control.should_save = False
-            self._call("on_save")
-
-    def write(self) -> None:
-        """In place, as torch.save and open(…, "w") do; then rotation."""
-        step = self.state.global_step
-        self.written.append(step)
-        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {"model.safetensors": f"weights {step}", "trainer_state.json": json.dumps(vars(self.state))}
-        for name, text in files.items():
-            with (folder / name).open("w") as file:
-                file.write(text)
-        there = sorted(Path(self.args.output_dir).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-        for old in there[: -self.args.save_total_limit] if self.args.save_total_limit else ():
-            shutil.rmtree(old)
-
-    def _call(self, event: str, **arguments: Any) -> None:
-        for callback in self.callbacks:
-            hook = getattr(callback, event, None)
-            if hook is not None:
-                hook(self.args, self.state, self.control, model=None, optimizer=None, **arguments)
-
-
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def saves(fake_manager: Fake, out: Path) -> Callable[..., list[tuple[int, tuple[str, ...]]]]:
+def saves(fake_manager: Fake, hf_trainer: Fake, out: Path) -> Callable[..., list[tuple[int, tuple[str, ...]]]]:
     """Trains and returns what was taken, as (step, reasons)."""
 
     def train(policy: SavePolicy | None, *, save_at_end: bool = False, **options: Any) -> list[Any]:
         manager = fake_manager(save_policy=policy)
         callback = SaveModelCallback(manager, save_at_end=save_at_end)
-        HfTrainer(out, callback, **options).train()
+        hf_trainer(out, callback, **options).train()
         assert callback.failures == 0
         return [(save["step"], save["reasons"]) for save in manager.saves]
 
     return train
 
 
-class TestTaking:
+class Hosted:
+    """Tests with a host: `self.host(out, callback, …)` makes a training."""
+
+    @pytest.fixture(autouse=True)
+    def _host(self, hf_trainer: Fake) -> None:
+        self.host = hf_trainer
+
+
+class TestTaking(Hosted):
     def test_the_policy_drives_saves(self, fake_manager: Fake, out: Path) -> None:
         """With save_strategy="no"; what was written is handed over with everything that is known, before the next rotation."""
         manager = fake_manager(save_policy=EveryNSteps(2) | Best("eval_loss"))
-        trainer = HfTrainer(
+        trainer = self.host(
             out,
             SaveModelCallback(manager),
             losses={4: 0.5},
@@ -202,7 +82,7 @@ class TestTaking:
     def test_the_end_of_an_epoch_is_one_save(self, fake_manager: Fake, out: Path) -> None:
         """K096: asked for at the step's end, by the end of the epoch, of training, and by an evaluation: written once, with all reasons and the metrics."""
         manager = fake_manager(save_policy=EveryNSteps(3) | Best("eval_loss") | EveryNEpochs(1))
-        trainer = HfTrainer(
+        trainer = self.host(
             out, SaveModelCallback(manager), steps=3, eval_strategy="epoch", save_strategy="steps", save_steps=3
         )
         trainer.train()
@@ -249,7 +129,7 @@ class TestTaking:
         """I9: HF has no isolation."""
         manager = fake_manager(save_policy=EveryNSteps(2), save_error=OSError("disk full"))
         callback = SaveModelCallback(manager)
-        trainer = HfTrainer(out, callback)
+        trainer = self.host(out, callback)
         trainer.train()
         assert (trainer.state.global_step, callback.failures) == (6, 3)
         assert "save of step 2 failed (failure 1), training goes on" in caplog.text
@@ -258,14 +138,14 @@ class TestTaking:
         self, fake_manager: Fake, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """As with a hyperparameter search: the path is named."""
-        monkeypatch.setattr(HfTrainer, "write", lambda self: None)
+        monkeypatch.setattr(self.host, "write", lambda self: None)
         manager = fake_manager(save_policy=EveryNSteps(6))
-        HfTrainer(out, SaveModelCallback(manager)).train()
+        self.host(out, SaveModelCallback(manager)).train()
         assert manager.saves == []
         assert f"{out}/checkpoint-6/trainer_state.json is not there" in caplog.text
 
 
-class TestRanks:
+class TestRanks(Hosted):
     def test_only_the_main_process_takes_and_only_after_all_have_written(
         self, fake_manager: Fake, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -284,10 +164,10 @@ class TestRanks:
         monkeypatch.setattr(manager, "_keep", keep)
         monkeypatch.setattr(ranks, "can_agree", lambda: True)
         monkeypatch.setattr(ranks, "any_rank", together)
-        HfTrainer(out, SaveModelCallback(manager, save_at_end=False), steps=2, steps_per_epoch=9).train()
+        self.host(out, SaveModelCallback(manager, save_at_end=False), steps=2, steps_per_epoch=9).train()
         assert events == ["together", "taken"]
         events.clear()
-        trainer = HfTrainer(out, SaveModelCallback(manager, save_at_end=False), steps=2, steps_per_epoch=9)
+        trainer = self.host(out, SaveModelCallback(manager, save_at_end=False), steps=2, steps_per_epoch=9)
         trainer.state.is_world_process_zero = False
         trainer.train()
         assert events == ["together"]
@@ -309,17 +189,17 @@ class TestRanks:
         assert "has the random states of 2 ranks out of 4" in caplog.text
 
 
-class TestWrittenAgain:
+class TestWrittenAgain(Hosted):
     def test_what_was_taken_survives_a_rewind(self, fake_manager: Fake, out: Path, tmp_path: Path) -> None:
         """The next attempt writes checkpoint-4 in place; the hard link of the first one's must not change with it."""
-        HfTrainer(out, None, save_strategy="steps", save_steps=4).train()
+        self.host(out, None, save_strategy="steps", save_steps=4).train()
         taken = tmp_path / "taken"
         taken.mkdir()
         for path in (out / "checkpoint-4").iterdir():
             os.link(path, taken / path.name)
         before = {path.name: path.read_bytes() for path in taken.iterdir()}
         manager = fake_manager(save_policy=EveryNSteps(4))
-        HfTrainer(out, SaveModelCallback(manager), losses={4: 0.1}, eval_strategy="steps", eval_steps=4).train()
+        self.host(out, SaveModelCallback(manager), losses={4: 0.1}, eval_strategy="steps", eval_steps=4).train()
         assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
         assert manager.saves[0]["files"]["trainer_state.json"] != before["trainer_state.json"]
 
@@ -327,12 +207,12 @@ class TestWrittenAgain:
         self, out: Path, tmp_path: Path, fake_manager: Fake
     ) -> None:
         """save_strategy="best" sets the flag when no callback can see it any more."""
-        HfTrainer(out, None, save_strategy="steps", save_steps=4).train()
+        self.host(out, None, save_strategy="steps", save_steps=4).train()
         linked = tmp_path / "linked"
         os.link(out / "checkpoint-4/trainer_state.json", linked)
         before = linked.read_bytes()
         options: dict[str, Any] = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 4}
-        trainer = HfTrainer(out, SaveModelCallback(fake_manager(), save_at_end=False), losses={4: 0.1}, **options)
+        trainer = self.host(out, SaveModelCallback(fake_manager(), save_at_end=False), losses={4: 0.1}, **options)
         trainer.train()
         assert 4 in trainer.written
         assert linked.read_bytes() == before
@@ -344,7 +224,7 @@ class TestWrittenAgain:
         (out / "checkpoint-4").mkdir(parents=True)
         (out / "checkpoint-4/checkpoint-is-incomplete.txt").write_text("…")
         manager = fake_manager(save_policy=EveryNSteps(4))
-        HfTrainer(out, SaveModelCallback(manager)).train()
+        self.host(out, SaveModelCallback(manager)).train()
         assert sorted(manager.saves[0]["files"]) == ["model.safetensors", "trainer_state.json"]
 
 
@@ -352,7 +232,7 @@ class Jit:
     """`enable_jit_checkpoint`: at one event of one step it writes without on_save, and ends the training."""
 
     def __init__(self, event: str, step: int, *, whole: bool = True) -> None:
-        self.trainer: HfTrainer | None = None
+        self.trainer: Any = None
         self.event, self.step, self.whole = event, step, whole
 
     def __getattr__(self, name: str) -> Any:
@@ -368,17 +248,17 @@ class Jit:
                 (Path(args.output_dir) / f"checkpoint-{self.step}/checkpoint-is-incomplete.txt").write_text("…")
 
 
-class TestWithoutEvent:
+class TestWithoutEvent(Hosted):
     def train(self, out: Path, manager: Any, jit: Jit, **options: Any) -> None:
         callback = SaveModelCallback(manager, save_at_end=False)
-        trainer = HfTrainer(out, callback, others=(jit,), enable_jit_checkpoint=True, steps_per_epoch=9, **options)
+        trainer = self.host(out, callback, others=(jit,), enable_jit_checkpoint=True, steps_per_epoch=9, **options)
         jit.trainer = trainer
         trainer.train()
         assert callback.failures == 0
 
     def test_it_is_found_at_the_end(self, fake_manager: Fake, out: Path) -> None:
         """With its epoch; nothing that was there before training counts."""
-        HfTrainer(out, None, save_strategy="steps", save_steps=1, steps=2).train()
+        self.host(out, None, save_strategy="steps", save_steps=1, steps=2).train()
         manager = fake_manager(save_policy=EveryNSteps(3))
         self.train(out, manager, Jit("on_step_end", 4))
         assert [(save["step"], save["reasons"]) for save in manager.saves] == [
@@ -413,7 +293,7 @@ class TestWithoutEvent:
                 (out / "checkpoint-4").mkdir(parents=True, exist_ok=True)
                 (out / "checkpoint-4/trainer_state.json").write_text(state)
 
-        HfTrainer(out, SaveModelCallback(manager, save_at_end=False), others=(Writer(),)).train()
+        self.host(out, SaveModelCallback(manager, save_at_end=False), others=(Writer(),)).train()
         assert manager.saves == []
         if state.startswith('{"'):
             return
@@ -422,14 +302,14 @@ class TestWithoutEvent:
     def test_one_that_somebody_else_wrote(self, fake_manager: Fake, out: Path) -> None:
         """Without enable_jit_checkpoint as well: a script that saves by itself."""
         manager = fake_manager()
-        trainer = HfTrainer(out, SaveModelCallback(manager, save_at_end=False), steps=2)
+        trainer = self.host(out, SaveModelCallback(manager, save_at_end=False), steps=2)
         trainer.callbacks.append(SimpleNamespace(on_train_end=None, on_step_end=lambda *a, **k: trainer.write()))
         del trainer.callbacks[-1].on_train_end
         trainer.train()
         assert [(save["step"], save["reasons"]) for save in manager.saves] == [(1, ("found",)), (2, ("found",))]
 
 
-class TestMemory:
+class TestMemory(Hosted):
     def test_a_resumed_run_decides_as_the_uninterrupted_one(self, fake_manager: Fake, out: Path) -> None:
         """K061: the policy's memory is in trainer_state.json, which the Trainer hands back; no callback state of HF's is needed."""
         losses = {1: 0.3, 2: float("nan"), 3: 0.2, 4: 0.2, 5: 0.25, 6: 0.1}
@@ -437,7 +317,7 @@ class TestMemory:
 
         def run(folder: str, policy: SavePolicy, steps: int, resume_from: Path | None = None) -> list[int]:
             manager = fake_manager(save_policy=policy)
-            trainer = HfTrainer(out / folder, SaveModelCallback(manager, save_at_end=False), steps=steps, **options)
+            trainer = self.host(out / folder, SaveModelCallback(manager, save_at_end=False), steps=steps, **options)
             if resume_from is None:
                 trainer.train()
             else:
@@ -466,7 +346,7 @@ class TestMemory:
                 return type(decision)(memory={"odd": object()}, reasons=decision.reasons)
 
         manager = fake_manager(save_policy=Odd(2))
-        HfTrainer(out, SaveModelCallback(manager)).train()
+        self.host(out, SaveModelCallback(manager)).train()
         assert [save["step"] for save in manager.saves] == [2, 4, 6]
         assert "not JSON serializable" in caplog.text
 
@@ -475,134 +355,3 @@ class TestMemory:
         """Of a run that began without this callback, or of another Trainer."""
         assert huggingface.memory_in(SimpleNamespace(stateful_callbacks=state)) is None
         assert huggingface.memory_in(object()) is None
-
-
-class TestBeginning:
-    """Where a resumed training comes from: HF does not say."""
-
-    def refusing(self, fake_manager: Fake, *known: Path, **options: Any) -> Any:
-        """A manager of a run with commits that knows only these directories."""
-        manager = fake_manager(**options)
-
-        def begin(*, resume_from: Path | None = None, expected_bytes: int | None = None) -> None:
-            manager.began.append(resume_from)
-            if resume_from not in known and not manager.is_restored:
-                raise ConflictError("the run has checkpoints, and this start restored none", newest="000001-…")
-
-        manager.begin = begin
-        return manager
-
-    def directory(self, path: Path, step: int) -> Path:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "trainer_state.json").write_text(json.dumps(vars(State(global_step=step, max_steps=6))))
-        return path
-
-    def began(self, manager: Any, out: Path, step: int = 4, *, resume_from: Path | None = None, **args: Any) -> Any:
-        trainer = HfTrainer(out, SaveModelCallback(manager, resume_from=resume_from), **args)
-        trainer.state.global_step = step
-        trainer._call("on_train_begin")
-        return manager.began
-
-    def test_from_scratch(self, fake_manager: Fake, out: Path) -> None:
-        """Nothing was resumed; what lies in the output directory plays no part."""
-        self.directory(out / "checkpoint-4", 4)
-        assert self.began(fake_manager(), out, 0) == [None]
-
-    def test_the_first_place_that_the_run_knows(
-        self, fake_manager: Fake, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What `ckptmgr resume` has named, the argument, the output directory (True), `./<run>`; each once, and only if its step is right."""
-        monkeypatch.chdir(tmp_path)
-        named = self.directory(tmp_path / "named", 4)
-        argument = self.directory(tmp_path / "argument", 4)
-        own = self.directory(out / "checkpoint-4", 4)
-        default = self.directory(tmp_path / "run/checkpoint-4", 4)
-        monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(named))
-        manager = self.refusing(fake_manager, default)
-        asked = self.began(manager, out, resume_from_checkpoint=str(argument))
-        assert asked == [named, argument, own, default]
-        self.directory(named, 3)
-        monkeypatch.delenv("CKPTMGR_RESUME_FROM")
-        assert self.began(self.refusing(fake_manager, own), out, resume_from_checkpoint=True) == [own]
-
-    def test_what_is_given_explicitly_is_all_that_counts(self, fake_manager: Fake, out: Path, tmp_path: Path) -> None:
-        """No guess is made then."""
-        self.directory(out / "checkpoint-4", 4)
-        given = tmp_path / "elsewhere"
-        assert self.began(self.refusing(fake_manager, given), out, resume_from=given) == [given]
-
-    def test_a_manager_that_was_asked_for_the_path_knows(self, fake_manager: Fake, out: Path) -> None:
-        """resume_path() has noted it."""
-        self.directory(out / "checkpoint-4", 4)
-        assert self.began(self.refusing(fake_manager, is_restored=True), out) == [None]
-
-    def test_a_path_that_was_asked_for_and_not_handed_over(self, fake_manager: Fake, out: Path) -> None:
-        """I12: training would begin at step 0 and be taken for a descendant of step 100."""
-        with pytest.raises(ConflictError, match=r"begins at step 0 - hand its path over: trainer\.train\("):
-            self.began(self.refusing(fake_manager, is_restored=True), out, 0)
-
-    def test_a_refusal_says_what_to_do(self, fake_manager: Fake, out: Path) -> None:
-        """Where it looked, and the ways out."""
-        own = self.directory(out / "checkpoint-4", 4)
-        with pytest.raises(ConflictError) as refused:
-            self.began(self.refusing(fake_manager), out)
-        text = str(refused.value)
-        assert len(text.splitlines()) == 1
-        for part in (
-            "the run has checkpoints",
-            "step 4",
-            str(own),
-            "trainer.train(resume_from_checkpoint=manager.resume_path())",
-            "SaveModelCallback(manager, resume_from=DIR)",
-            "on_existing='new-lineage'",
-        ):
-            assert part in text
-
-    def test_a_checkpoint_that_resume_has_named_was_not_handed_over(
-        self, fake_manager: Fake, out: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """`ckptmgr resume RUN -- python train.py`, and train.py does not look at it."""
-        monkeypatch.setenv("CKPTMGR_RESUME_FROM", "/tmp/run/checkpoint-4")
-        with pytest.raises(ConflictError, match=r"resume_from_checkpoint='/tmp/run/checkpoint-4'\)"):
-            self.began(self.refusing(fake_manager), out, 0)
-
-    def test_another_refusal_is_passed_on(self, fake_manager: Fake, out: Path) -> None:
-        """Another place to look at would not help."""
-        self.directory(out / "checkpoint-4", 4)
-        manager = fake_manager(begin_error=ConflictError("another process is saving"))
-        with pytest.raises(ConflictError, match="another process"):
-            self.began(manager, out)
-        assert len(manager.began) == 1
-
-
-class TestWarnings:
-    def warned(self, fake_manager: Fake, out: Path, caplog: pytest.LogCaptureFixture, local: Path, **args: Any) -> str:
-        HfTrainer(out, SaveModelCallback(fake_manager(local_dir=local)), **args)._call("on_train_begin")
-        return "\n".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
-
-    def test_nothing_to_say(
-        self, fake_manager: Fake, out: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
-    ) -> None:
-        """The usual case is quiet."""
-        assert self.warned(fake_manager, out, caplog, tmp_path / "disk", save_strategy="steps", save_steps=4) == ""
-
-    def test_a_tier_on_another_disk(
-        self,
-        fake_manager: Fake,
-        out: Path,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-    ) -> None:
-        """Fault row 8: links are impossible, each save is a copy; better to know before step 1."""
-        monkeypatch.setattr(huggingface, "is_linkable", lambda source, tier: False)
-        text = self.warned(fake_manager, out, caplog, tmp_path / "disk")
-        assert "on different disks: each save is copied while training waits" in text
-        assert str(out) in text
-        assert str(tmp_path / "disk") in text
-
-    def test_no_optimizer(
-        self, fake_manager: Fake, out: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
-    ) -> None:
-        """save_only_model."""
-        assert "no optimizer" in self.warned(fake_manager, out, caplog, tmp_path, save_only_model=True)
