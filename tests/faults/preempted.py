@@ -6,8 +6,8 @@ pipe `out` and the file `err`, and ends as any program does. Answers `{"pid": �
     {"url": …, "disk": …, "out": …, "err": …, "at": ["forward", 5], "send": [15]}
 
 A training prints a line of JSON per step, `{"step": 3, "loss": "0x1.8p+0"}`, and `{"at": [place, nth]}` when it comes to the place `at`. There it
-sends itself the signals `send`, to the whole process group if `group`; with `stay` it then waits there for ever, with `until_workers_end` until the
-loaders' workers are dead.
+sends itself the signals `send`; with `stay` it then waits there for ever, with `until_workers_end` until the loaders' workers are dead. (Those end
+without an error when it is their parent that signals them.)
 
 Places: `sample` (a training sample is loaded), `worker_sample` (the same in a worker process), `forward`, `evaluation`, `optimizer` (in the middle of
 its step), `copy` (a piece of the state is asked for its state), `write` (a file of a save is opened, in the writer's thread).
@@ -45,7 +45,7 @@ def here(place: str) -> None:
         return
     say(at=JOB["at"])
     for number in JOB.get("send", ()):
-        (os.killpg if JOB.get("group") else os.kill)(os.getpgrp() if JOB.get("group") else os.getpid(), number)
+        os.kill(os.getpid(), number)
     if JOB.get("stay"):
         threading.Event().wait()
     if JOB.get("until_workers_end"):

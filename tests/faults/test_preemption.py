@@ -264,7 +264,9 @@ def test_twice(start: Callable[..., Training], url: str, tmp_path: Path) -> None
 
 def test_to_the_whole_process_group(start: Callable[..., Training], url: str, tmp_path: Path, whole: Whole) -> None:
     """The workers of the loaders die of it, which tears nothing and is no error; uploads go on. The resumed run is exact."""
-    first = start(at=["forward", 8], send=[signal.SIGTERM], group=True, every=100, workers=2)
+    first = start(at=["forward", 8], until_workers_end=True, every=100, workers=2)
+    first.wait_for("at")
+    first.send_to_group()
     assert_left_in_order(first, url, tmp_path / "disk")
     assert checkpoints(url) == [(2, ("sigterm",))]
     second = start(every=100, workers=2)
@@ -276,7 +278,9 @@ def test_workers_that_die_during_an_optimizer_step_tear_nothing(
     start: Callable[..., Training], url: str, tmp_path: Path, whole: Whole
 ) -> None:
     """torch says so by an exception out of the handler of SIGCHLD, in the middle of whatever runs: it comes too late to be of use to anybody."""
-    first = start(at=["optimizer", 3], send=[signal.SIGTERM], group=True, until_workers_end=True, every=100, workers=2)
+    first = start(at=["optimizer", 3], until_workers_end=True, every=100, workers=2)
+    first.wait_for("at")
+    first.send_to_group()
     assert_left_in_order(first, url, tmp_path / "disk")
     assert checkpoints(url) == [(2, ("sigterm",))]
     second = start(every=100, workers=2)
