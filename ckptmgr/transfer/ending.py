@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 THREAD_PREFIX = "ckptmgr-"
-_LAST_S = 2.0
+_LAST_S = 1.0
 INTERRUPTED = 130
 
 
@@ -51,21 +51,27 @@ def is_interrupted() -> bool:
 
 
 def end_soon() -> None:
-    """The user will not wait any longer: when the main program is over, give the threads of ours that run now two seconds, then end with 130.
+    """The user will not wait any longer: when the main program is over, give the threads of ours that run now one second, then end with 130.
 
     A write to a dead disk, or a fsync that takes minutes, cannot be interrupted, and Python would wait for its thread. A program that has handled the
     Ctrl-C, and ends much later, is not cut off for that.
     """
     ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    over = threading.Event()
 
     def end() -> None:
-        threading.main_thread().join()
+        over.wait()
         until = time.monotonic() + _LAST_S
         for thread in ours:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in ours):
             os._exit(INTERRUPTED)
 
+    try:
+        # Not `main_thread().join()`: the main thread counts as alive while Python waits for the pools of a large upload.
+        threading._register_atexit(over.set)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # the latter: the main module is over already
+        over.set()
     with contextlib.suppress(RuntimeError):  # some Pythons start no thread at their end
         threading.Thread(target=end, name="ckptmgr-end", daemon=True).start()
 

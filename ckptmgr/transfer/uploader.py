@@ -135,6 +135,13 @@ class Uploader:
             self._finish(timeout_s)
         return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
 
+    def give_up(self) -> None:
+        """The user will not wait for anything any more: end the uploads at once, and the program soon after its main module."""
+        if self._is_ours() and not self._killed:
+            self._closing = True
+            self._cut(kill=True)
+            end_soon()
+
     def _is_ours(self) -> bool:
         # Before any lock is touched: one that another thread held at a fork stays locked in the child for ever.
         return os.getpid() == self._owner
@@ -151,12 +158,11 @@ class Uploader:
                 self._host.close()
         if thread is None or thread is threading.current_thread() or not thread.is_alive():
             return
-        self._say_what_for(timeout_s)
         try:
+            self._say_what_for(timeout_s)
             thread.join(timeout_s)
         except BaseException:  # Ctrl-C while waiting: the second one, or the user is tired of it
-            self._cut(kill=True)
-            end_soon()
+            self.give_up()
             raise
         if thread.is_alive():
             self._cut(kill=False)
