@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _NICE = 10
 _LOOK_S = 1.0
 _LINGER_LOOK_S = 0.2
-_LAST_S = 5.0
+_LAST_S = 2.0
 _REFUSED = 3
 _LONGEST_TEXT = 20_000
 
