@@ -103,7 +103,7 @@ class Trainer:
                 super().__init__(task)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        supervisor.TransferProcess = Last  # type: ignore[misc]
+        setattr(supervisor, "TransferProcess", Last)  # noqa: B010 - for mypy it is none of that module's
         self.uploader.notify()
         threading.Event().wait()
         return {}

@@ -15,7 +15,7 @@ from ckptmgr.core.errors import AccessDeniedError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.transfer import logfile
 from ckptmgr.transfer.line import Line
-from ckptmgr.transfer.messages import Close, Failed, Hurry, Logged, Moved, Notify, decode, encode
+from ckptmgr.transfer.messages import Close, Command, Event, Failed, Hurry, Logged, Moved, Notify, decode, encode
 
 DEADLINE_S = 30.0
 STEM = Stem(1, 100, 1, "0123abcd")
@@ -42,7 +42,7 @@ def everything(line: Line) -> list[object]:
 
 def test_what_is_said_arrives_in_order_and_whole(pair: Pair) -> None:
     ours, theirs = pair
-    said = [Logged(name="a", level=20, text="x" * 1000), Moved(stem=STEM, sent_bytes=5), Close()]
+    said: list[Command | Event] = [Logged(name="a", level=20, text="x" * 1000), Moved(stem=STEM, sent_bytes=5), Close()]
     for message in said:
         ours.send(message)
     assert everything(theirs) == said
