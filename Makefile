@@ -104,13 +104,13 @@ HOSTS := $(patsubst tests/hosts/%.txt,%,$(wildcard tests/hosts/*.txt))
 hosts: $(HOSTS:%=hosts-%)
 
 hosts-%: build/hosts/%/.installed
-	build/hosts/$*/bin/python -m pytest -q tests/hosts $(PYTEST_ARGS)
+	build/hosts/$*/bin/python -m pytest -q -n 2 --dist load -o faulthandler_timeout=600 tests/hosts $(PYTEST_ARGS)
 
 .PRECIOUS: build/hosts/%/.installed
 build/hosts/%/.installed: tests/hosts/%.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(@D)
 	@echo "Installing the trainers of tests/hosts/$*.txt; this takes a minute"
-	@$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)" -r $< -e '.[s3,testing]'
+	@$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)" -r $< -e '.[torch,s3,testing]'
 	@touch $@
 
 soak: $(STAMP)

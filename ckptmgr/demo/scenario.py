@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ from ckptmgr.core.errors import CkptmgrError, MissingExtraError
 from ckptmgr.core.layout import Stem, data_prefix
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import new_nonce
+from ckptmgr.transfer.status import TransferFile
 
 _STEPS, _SAVE_EVERY, _KILL_AT_SAVE, _SLOW_S = 120, 20, 3, 0.4
 _DEADLINE_S = 120.0
@@ -119,14 +121,28 @@ class _Story:
         try:
             stem, arrived = self._wait_for_half_an_upload(process)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._lose_machine(process)
         run = RunDirectory.open(self._run)
         if stem in run.stems():
             raise DemoError(f"the upload of step {stem.step} ended before the kill", hint="run the demo again")
         self._say(
             f"  killed while step {stem.step} was being uploaded: {arrived} of its files had arrived, its manifest had not"
         )
+
+    def _lose_machine(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the training and its transfer process, which would otherwise finish the upload: that is what it is for."""
+        machine = TransferFile(self._work / "machine-1")
+        transfer = machine.read()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if transfer is None or transfer.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(transfer.pid, signal.SIGKILL)
+        pause = threading.Event()
+        deadline = time.monotonic() + _DEADLINE_S
+        while (transfer := machine.read()) is not None and transfer.alive and time.monotonic() < deadline:
+            pause.wait(0.05)
 
     def _wait_for_half_an_upload(self, process: subprocess.Popen[bytes]) -> tuple[Stem, int]:
         """Watch the store until the save to be hit has some of its files there and no manifest."""

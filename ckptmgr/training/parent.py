@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointNotFoundError
 from ckptmgr.core.layout import Stem, parse_stem
 from ckptmgr.core.manifest import How
-from ckptmgr.run.ancestry import identify
+from ckptmgr.run.ancestry import identify, is_copy
 from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed
@@ -50,12 +50,19 @@ def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     if sidecar.manifest.run_uuid != run.uuid:
         logger.warning("%s is checkpoint %s of another run", directory, sidecar.manifest.id)
         return Parent()
+    # A sidecar outlives a directory that the trainer's rotation removed, and another one may have taken its name.
+    if not is_copy(directory.parent if directory.is_file() else directory, sidecar.manifest):
+        return _identified(directory, run, tier)
     return Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
 
 
 def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     """A trainer's own directory, such as `output_dir/checkpoint-500`: it counts if a checkpoint of the run has the same bytes."""
-    stem = identify(directory, run, merged(*look(run, tier)))
+    history = merged(*look(run, tier))
+    stem = identify(directory, run, history)
+    newest = history.newest()
+    if stem is not None and newest is not None and stem != newest:
+        logger.warning("%s is %s, and the newest checkpoint of %s is %s", directory, stem, run.url, newest)
     if stem is None:
         logger.warning("%s is not a checkpoint of %s, as far as its files say", directory, run.url)
         return Parent()
