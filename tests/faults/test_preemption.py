@@ -212,10 +212,11 @@ def test_in_an_evaluation(start: Callable[..., Training], url: str, tmp_path: Pa
     assert first.losses | second.losses == whole(0)
 
 
-@pytest.mark.parametrize("place", ["copy", "write"])
-def test_in_a_save(place: str, start: Callable[..., Training], url: str, tmp_path: Path) -> None:
+# The state is asked for first when buffers are reserved for it, after step 1.
+@pytest.mark.parametrize("at", [["copy", 2], ["write", 1]], ids=["copy", "write"])
+def test_in_a_save(at: list[Any], start: Callable[..., Training], url: str, tmp_path: Path) -> None:
     """While the state is copied, and while the writer's thread writes it: that save is finished, and the newest step is saved once."""
-    training = start(at=[place, 1], send=[signal.SIGTERM])
+    training = start(at=at, send=[signal.SIGTERM])
     assert_left_in_order(training, url, tmp_path / "disk")
     steps = [step for step, _ in checkpoints(url)]
     assert steps[0] == 2
