@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.testing.stores import Store
+from ckptmgr.transfer.status import TransferFile
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -51,25 +52,36 @@ def half_uploaded(store: Store) -> str | None:
     return next((stem for stem, count in files.items() if stem not in committed and count <= whole - 2), None)
 
 
-def kill_in_the_middle_of_an_upload(store: Store, command: list[str]) -> str:
-    """Train in a session of its own and kill all of it, as when a machine is lost; returns the save whose upload that cut off."""
+def everybody(process: subprocess.Popen[bytes], machine: Path, number: signal.Signals) -> None:
+    """Send a signal to the training, and to its transfer process, which is in a session of its own."""
+    transfer = TransferFile(machine).read()
+    for pid in (process.pid, None if transfer is None else transfer.pid):
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+
+def kill_in_the_middle_of_an_upload(store: Store, command: list[str], machine: Path) -> str:
+    """Train, and kill all of it, as when a machine is lost; returns the save whose upload that cut off."""
     process = subprocess.Popen(command, start_new_session=True)
     pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
     try:
         while process.poll() is None and time.monotonic() < deadline:
             if half_uploaded(store) is not None:
                 # Stopped, it cannot finish the upload between this look and the kill.
-                os.killpg(process.pid, signal.SIGSTOP)
+                everybody(process, machine, signal.SIGSTOP)
                 stem = half_uploaded(store)
                 if stem is not None:
                     return stem
-                os.killpg(process.pid, signal.SIGCONT)
+                everybody(process, machine, signal.SIGCONT)
             pause.wait(0.02)
         raise AssertionError(f"no upload was seen half done; the training ended with {process.poll()}")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        everybody(process, machine, signal.SIGKILL)
         process.wait(DEADLINE_S)
+        while (transfer := TransferFile(machine).read()) is not None and transfer.alive:
+            assert time.monotonic() < deadline + DEADLINE_S
+            pause.wait(0.02)
 
 
 def test_train_be_killed_resume_and_be_equal(
@@ -78,7 +90,7 @@ def test_train_be_killed_resume_and_be_equal(
     """Losses and weights of the killed and resumed run are those of the uninterrupted one, to the last bit."""
     url, machine = f"{store.url}/run", tmp_path / "machine-1"
     command = training(tmp_path / "killed.json", "--run", url, "--local-dir", machine, "--slow", 0.1)
-    stem = kill_in_the_middle_of_an_upload(store, command)
+    stem = kill_in_the_middle_of_an_upload(store, command, machine)
     assert f"run/manifests/{stem}.json" not in store.keys("run/manifests/")
     committed = store.keys("run/manifests/")
     assert committed
@@ -116,7 +128,7 @@ def test_a_restart_on_the_same_machine_goes_on_from_the_local_copy(
     store = make_store("oss")
     url, machine = f"{store.url}/run", tmp_path / "machine"
     command = training(tmp_path / "killed.json", "--run", url, "--local-dir", machine, "--slow", 0.1)
-    stem = kill_in_the_middle_of_an_upload(store, command)
+    stem = kill_in_the_middle_of_an_upload(store, command, machine)
     there = store.keys(f"run/checkpoints/{stem}/")
     store.server.log.clear()
 
