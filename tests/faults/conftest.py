@@ -152,6 +152,16 @@ class Tracer:
         assert ended.get("code", 0) == 0, "the job failed, see its traceback above"
         return Ended(killed="signal" in ended, said=ended["said"], calls=_calls(self._trace.read_text()))
 
+    def program(self, *command: str) -> Sequence[Call]:
+        """The changes and removals that a whole program makes between the marks, in all its threads and processes."""
+        names = ",".join(sorted(CHANGES | {"access", "unlink", "unlinkat"}))
+        strace = ["strace", "-f", "-y", "-s", "0", "-o", str(self._trace), "-e", f"trace={names}"]
+        done = subprocess.run([*strace, *command], capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
+        if "PTRACE" in done.stderr and not self._trace.stat().st_size:
+            pytest.skip(f"strace cannot trace a process here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stderr
+        return _calls(self._trace.read_text())
+
     def close(self) -> None:
         assert self._jobs.stdin is not None
         assert self._jobs.stdout is not None
@@ -171,7 +181,7 @@ def _calls(trace: str) -> list[Call]:
     seen: Counter[str] = Counter()
     found: list[Call] = []
     inside = False
-    for line in trace.splitlines():
+    for line in _whole_lines(trace):
         match = re.match(r"\d+ +(\w+)\(", line)
         if match is None:
             continue
@@ -182,6 +192,19 @@ def _calls(trace: str) -> list[Call]:
         if END in line:
             break
     return found
+
+
+def _whole_lines(trace: str) -> Iterator[str]:
+    """The lines, in the order in which the calls returned: one that another thread's came between is put together again."""
+    begun: dict[str, str] = {}
+    for line in trace.splitlines():
+        number = line.partition(" ")[0]
+        if line.endswith("<unfinished ...>"):
+            begun[number] = line.removesuffix("<unfinished ...>")
+        elif resumed := re.match(r"\d+ +<\.\.\. \w+ resumed>", line):
+            yield begun.pop(number, number) + line[resumed.end() :]
+        else:
+            yield line
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptmgr.backends.atomic import is_temp
+from ckptmgr.backends.atomic import find_temps, is_temp
 from ckptmgr.core import layout
 from ckptmgr.core.layout import PARTIAL, Stem
 from ckptmgr.run.directory import RunDirectory
@@ -98,13 +98,16 @@ class Scene:
         """The next start: what is there is there with its journal, and nothing else is, but for the journals of those `named`."""
         self.tier.clean()
         kept = self.local()
-        files = {name for name in contents(self.root) if not name.startswith(("run.json", ".lock", "attempts/"))}
+        # What a process notes of itself lies beside these.
+        kinds = (layout.CHECKPOINTS, layout.MANIFESTS, layout.UPLOADS)
+        files = {name for name in contents(self.root) if name.partition("/")[0] in kinds}
         assert files == {
             *(layout.manifest_key(stem) for stem in kept),
             *(layout.upload_key(stem) for stem in [*kept, *named]),
             *(f"{layout.data_prefix(stem).rstrip('/')}/{name}" for stem in kept for name in FILES),
         }
         assert {path.name for path in (self.root / layout.CHECKPOINTS).glob("*")} == {str(stem) for stem in kept}
+        assert list(find_temps(self.root)) == []
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -161,7 +164,7 @@ def test_an_upload_killed_at_every_system_call_ends_as_one_commit(tracer: Tracer
     """From pending to uploading, confirmed and uploaded: the local copy stays, the store never shows a torn one, the next drain ends it."""
     (stem,) = scene.truth
     seen = []
-    for ended in killed_at_each_call(tracer, scene, scene.job("drain")):
+    for ended in killed_at_each_call(tracer, scene, scene.job("upload")):
         assert scene.local() == {stem}
         entry = scene.tier.journal.read(stem)
         assert entry is not None
@@ -284,7 +287,7 @@ def test_an_upload_that_meets_an_error_stays_pending(tracer: Tracer, scene: Scen
     """Whichever disk is full or broken, the tier's or the store's: the save is not torn, not lost, and goes up when it can."""
     (stem,) = scene.truth
     failed = 0
-    for ended in hit_by(tracer, scene, scene.job("drain"), error, lasting=lasting):
+    for ended in hit_by(tracer, scene, scene.job("upload"), error, lasting=lasting):
         assert ended.said[0] == "failed"
         failed += 1
         assert scene.local() == {stem}

@@ -30,8 +30,8 @@ from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier, describe
-from ckptmgr.transfer.drain import drain
 from ckptmgr.transfer.queue import QueueRules, make_room
+from ckptmgr.transfer.upload import upload_one
 
 Job = dict[str, Any]
 
@@ -76,13 +76,12 @@ def _write(path: Path, data: bytes) -> None:
     fsync_file(path)
 
 
-def _drain(job: Job) -> None:
-    """Upload what is pending: its journal goes from pending to uploading, to what is confirmed, to uploaded."""
+def _upload(job: Job) -> None:
+    """Upload what is pending, one after another: its journal goes from pending to uploading, to what is confirmed, to uploaded."""
     tier, run = LocalTier.open(job["tier"]), RunDirectory.open(job["url"])
     with _window():
-        done = drain(tier, run)
-    for error in done.errors.values():
-        raise error
+        for manifest, entry in tier.pending(run.url):
+            upload_one(tier, run, manifest, entry)
 
 
 def _remove(job: Job) -> None:
@@ -101,7 +100,7 @@ def _evict(job: Job) -> None:
         raise CkptmgrError(room.why)
 
 
-_DO: dict[str, Callable[[Job], None]] = {"commit": _commit, "drain": _drain, "remove": _remove, "evict": _evict}
+_DO: dict[str, Callable[[Job], None]] = {"commit": _commit, "upload": _upload, "remove": _remove, "evict": _evict}
 
 
 def _child(job: Job, tell: int) -> None:
@@ -156,7 +155,7 @@ def _rehearse() -> None:
         tier = f"{folder}/tier"
         LocalTier.open_or_create(tier, uuid=RunDirectory.open_or_create(url).uuid)
         _commit({"tier": tier, "url": url, "stem": stem, "files": {"a.json": "{}", "b.bin": "b"}})
-        _drain({"tier": tier, "url": url})
+        _upload({"tier": tier, "url": url})
         _remove({"tier": tier, "stem": stem})
         _evict({"tier": tier, "url": url, "max_bytes": 1, "incoming_bytes": 1})
 
