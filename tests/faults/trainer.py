@@ -5,7 +5,7 @@ with a line of JSON. A test may kill it at any moment.
 
     {"do": "save", "step": 100, "files": {"a.bin": 1000}}     files of so many bytes; -> {"id": …}
     {"do": "notify"}     {"do": "status"}     {"do": "close", "timeout_s": 5}     {"do": "fork"}     {"do": "hold_line"}
-    {"do": "notify_and_die"}     {"do": "fork_while_locked"}
+    {"do": "die"}     {"do": "notify_and_die"}     {"do": "fork_while_locked"}
 """
 
 from __future__ import annotations
@@ -94,6 +94,10 @@ class Trainer:
 
     def close(self, timeout_s: float | None = None) -> Reply:
         return {"left": [str(stem) for stem in self.uploader.close(timeout_s)]}
+
+    def die(self) -> Reply:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
 
     def notify_and_die(self) -> Reply:
         """Be killed the moment the transfer process has been started: it has not read a word yet."""
