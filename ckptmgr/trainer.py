@@ -225,13 +225,14 @@ class Trainer(Evaluating):
         """Look at `preemption` from now on; at nothing if None."""
         self._interruption = Interruption(preemption, self.control)
         self._position.waiting = self._interruption.waiting
-        self._edges = Edges(self.model, self._position, self.callbacks, marks=preemption is not None)
+        self._edges = Edges(self.model, self.callbacks, marks=preemption is not None)
 
     def _is_interrupted(self, rng: Mapping[str, Any] | None) -> bool:
         """Train; whether a preemption ended it, in which case the trainer is at an edge again."""
         try:
             self._train(rng)
         except Interrupted:
+            self._position.go_back()
             return True
         # Complete in spite of a notice: nothing is left to resume.
         self.control.should_interrupt = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,17 @@ from ckptmgr.core.errors import ConfigError, IncompatibleStateError
 from ckptmgr.training.rng import capture_rng, restore_rng
 
 _log = logging.getLogger(__name__)
+
+
+def end_workers(iterator: Iterator[Any]) -> None:
+    """End the worker processes of a DataLoader's iterator at once, unless they are persistent: then they are the loader's.
+
+    Otherwise torch waits for them, five seconds for each one that hangs. Done by their parent, it is no error.
+    """
+    if not getattr(iterator, "_persistent_workers", False):
+        for worker in getattr(iterator, "_workers", ()):
+            with suppress(OSError, ValueError, AttributeError):
+                worker.terminate()
 
 
 class DataPosition:
@@ -123,7 +134,12 @@ class DataPosition:
         self._ended = True
 
     def go_back(self) -> None:
-        """Go back to where the last `advance` left it, or to the start of the epoch: what was taken since then is taken again."""
+        """Go back to where the last `advance` left it, or to the start of the epoch: what was taken since then is taken again.
+
+        Worker processes are ended at once.
+        """
+        if self._iterator is not None:
+            end_workers(self._iterator)
         if not self.batches and self._start is not None:
             # The iterator drew its seed and its order from them.
             self._set_generators(self._start["generators"])

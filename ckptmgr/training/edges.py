@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptmgr.training.data_position import DataPosition
 from ckptmgr.training.interruption import Interrupted
 from ckptmgr.training.rng import RngMark
 
@@ -92,10 +91,10 @@ class EdgeMark:
 
 
 class Edges:
-    """Takes back what an `Interrupted` cuts off, so that the trainer is at its last edge again.
+    """Takes back what an `Interrupted` cuts off, so that the trainer is at its last edge again; its position in the data apart.
 
     Args:
-        model, position, callbacks: the trainer's.
+        model, callbacks: the trainer's.
         marks: whether steps can be taken back. Without, an edge costs nothing, and nothing may interrupt a step.
 
     Attributes:
@@ -105,14 +104,12 @@ class Edges:
     def __init__(
         self,
         model: torch.nn.Module,
-        position: DataPosition,
         callbacks: Callbacks,
         *,
         marks: bool,
     ) -> None:
         self.marks = marks
         self._model = model
-        self._position = position
         self._callbacks = callbacks
         self._mark: EdgeMark | None = None
         self._taken_back: EdgeMark | None = None
@@ -140,7 +137,6 @@ class Edges:
         except Interrupted:
             if self._mark is not None:
                 self._mark.go_back()
-            self._position.go_back()
             self._taken_back = self._mark
             raise
 

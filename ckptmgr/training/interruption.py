@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from ckptmgr.training import ranks
+from ckptmgr.training.data_position import end_workers
 from ckptmgr.training.preemption import Preempted, Preemption
 
 _log = logging.getLogger(__name__)
@@ -49,13 +50,19 @@ class Interruption:
     def is_due(self) -> bool:
         """Whether to leave at this edge. A collective with several ranks."""
         if not self._control.should_interrupt and self.preemption is not None and self.preemption.agreed() is not None:
-            self._control.should_interrupt = True
+            self._leave()
         return self._control.should_interrupt
 
     def leave_if_due(self) -> None:
         """Raise `Interrupted` if so. A collective with several ranks."""
         if self.is_due():
             raise Interrupted
+
+    def _leave(self) -> None:
+        self._control.should_interrupt = True
+        if self.preemption is not None:
+            # Workers are ended by us too, not all of them in a state in which they end without an error.
+            self.preemption.expect_dead_workers()
 
     def waiting(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a batch is waited for."""
@@ -70,7 +77,7 @@ class Interruption:
         try:
             yield
         except Preempted as error:
-            self._control.should_interrupt = True
+            self._leave()
             raise Interrupted from error
         except (RuntimeError, OSError, EOFError) as error:
             if self.preemption is None or self.preemption.notice is None:
@@ -103,17 +110,21 @@ class _Watched:
         with self._interruption.loading():
             batches = iter(self._loader)
         left = _length(self._loader)
-        # After the last batch the evaluation is as good as done.
-        while left is None or left > 0:
-            self._interruption.leave_if_due()
-            with self._interruption.loading():
-                try:
-                    with self._interruption.waiting():
-                        batch = next(batches)
-                except StopIteration:
-                    return
-            left = None if left is None else left - 1
-            yield batch
+        try:
+            # After the last batch the evaluation is as good as done.
+            while left is None or left > 0:
+                self._interruption.leave_if_due()
+                with self._interruption.loading():
+                    try:
+                        with self._interruption.waiting():
+                            batch = next(batches)
+                    except StopIteration:
+                        return
+                left = None if left is None else left - 1
+                yield batch
+        except Interrupted:
+            end_workers(batches)
+            raise
         # What the loader does at its end, and batches beyond the length that it gave.
         yield from batches
 

@@ -237,6 +237,18 @@ class Preemption:
         """
         return Waiting(self)
 
+    def expect_dead_workers(self) -> None:
+        """From now on, what torch has to say about dead DataLoader workers is raised in `waiting()` only. Done at a signal, and for good.
+
+        A signal to the whole process group ends them too, and torch raises from its handler of SIGCHLD, be it in the middle of an optimizer step.
+        The handler of the signal comes before that one: the signal reached this process before any worker could be gone.
+        """
+        if self._of_children is None and threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGCHLD)
+            if callable(handler):
+                self._of_children = handler
+                signal.signal(signal.SIGCHLD, self._on_child)
+
     # --- sources ----------------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -251,7 +263,7 @@ class Preemption:
         if first:
             self._by_signal = Notice(source=self._sources[number], deadline=now + self.grace_s)
             self._counted = (number, now)
-            self._shield_from_children()
+            self.expect_dead_workers()
         elif self._counted is None or number != self._counted[0] or now - self._counted[1] >= self.repeat_s:
             self._second = True
         previous = self._previous.get(number)
@@ -266,14 +278,6 @@ class Preemption:
             # Both, and here: raised while `Waiting.__enter__` runs, no `__exit__` follows.
             self._leave_wait = self._in_wait = False
             raise Preempted(self._by_signal)
-
-    def _shield_from_children(self) -> None:
-        """A signal to the whole process group ends DataLoader workers too, and torch then raises from its handler of SIGCHLD, be it in the middle
-        of an optimizer step. This handler ran before that one: the signal reached this process before any worker could be gone."""
-        handler = signal.getsignal(signal.SIGCHLD)
-        if self._of_children is None and callable(handler):
-            self._of_children = handler
-            signal.signal(signal.SIGCHLD, self._on_child)
 
     def _on_child(self, number: int, frame: FrameType | None) -> None:
         try:
