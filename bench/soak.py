@@ -297,7 +297,7 @@ class Soak:
         lost = ""
         if kind != "transfer":
             life.process.wait(LIFE_S)
-        if kind == "machine" and job.may_lose_disk() and self._random.random() < 0.4:
+        if kind == "machine" and job.may_lose_disk() and self._random.random() < 0.6:
             job.lose_disk()
             self.counts["disks_lost"] += 1
             lost = ", and its disk"
