@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ckptmgr.callbacks import facts, huggingface
 from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
-from ckptmgr.callbacks.seams import SavingManager, StopSource, TakingManager
+from ckptmgr.callbacks.seams import CloseReport, SavingManager, StopSource, TakingManager
 from ckptmgr.callbacks.stopping import Stopping, source_of
 from ckptmgr.core.errors import CkptmgrError, ConfigError
 from ckptmgr.core.policies import EpochEnded, Evaluated, Memory, Moment, SavePolicy, StepEnded
@@ -85,6 +85,7 @@ class SaveModelCallback(Callback):
         self._host: huggingface.OutputDirectory | None = None
         self._reserved = False
         self._memory: Memory = {}
+        self._report: CloseReport | None = None
         self._step = -1
         self._reasons: list[str] = []
         self._metrics: dict[str, float] = {}
@@ -214,18 +215,23 @@ class SaveModelCallback(Callback):
         """Close the manager, and say what is not in the store yet.
 
         Raises:
-            SystemExit: training ended because of a notice; with the preemption's `exit_code`.
+            SystemExit: training ended because of a notice, or one came while uploads were waited for and some are left; with the preemption's
+                `exit_code`. Or something is not in the store, and the manager is `strict`; with 6.
         """
         host = self._host
+        code = 0
         if host is not None and host.saves_without_event:
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero:
             if host is not None:
                 self._guard("look for saves without an event", lambda: self._take_found(host))
             self._guard("close of the checkpoint manager", self._close)
+            code = self._exit_code()
         self._guard("end of the watch for a preemption", self._stopping.end)
         if self._stopping.has_ended(state, control):
-            raise SystemExit(self._stopping.exit_code)
+            code = self._stopping.exit_code
+        if code:
+            raise SystemExit(code)
 
     def state_dict(self) -> dict[str, Any]:
         """The policy's memory."""
@@ -263,9 +269,7 @@ class SaveModelCallback(Callback):
                 )
 
     def _close(self) -> None:
-        left_s = self._stopping.remaining_s()
-        timeouts = [each for each in (self.close_timeout_s, left_s) if each is not None and each != float("inf")]
-        report = self.manager.close(timeout_s=min(timeouts, default=None))
+        self._report = report = self.manager.close(timeout_s=self.close_timeout_s, left_s=self._stopping.remaining_s)
         self._note_background(report.errors)
         if report.pending:
             _log.warning(
@@ -273,6 +277,15 @@ class SaveModelCallback(Callback):
                 len(report.pending),
                 ", ".join(report.pending),
             )
+
+    def _exit_code(self) -> int:
+        """What a training that is complete should end with, for what could not be uploaded in time."""
+        report = self._report
+        if report is None or not report.exit_code:
+            return 0
+        if report.pending and self._stopping.reason is not None:
+            return self._stopping.exit_code
+        return report.exit_code if self.manager.strict else 0
 
     # --- deciding ---------------------------------------------------------------------------------------------------------
 

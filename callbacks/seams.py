@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +51,10 @@ class CloseReport(Protocol):
     def errors(self) -> Sequence[Exception]:
         """What went wrong and was not reported by `poll_errors` yet; logged already."""
 
+    @property
+    def exit_code(self) -> int:
+        """0 if everything that was saved is in the store, else 6."""
+
 
 class SavingManager(Protocol):
     """What is needed of `ckptmgr.training.manager.CheckpointManager` in every host; see there."""
@@ -60,6 +64,9 @@ class SavingManager(Protocol):
 
     @property
     def preemption(self) -> StopSource | None: ...
+
+    @property
+    def strict(self) -> bool: ...
 
     @property
     def should_stop(self) -> str | None: ...
@@ -83,7 +90,7 @@ class SavingManager(Protocol):
 
     def poll_errors(self) -> Sequence[Exception]: ...
 
-    def close(self, timeout_s: float | None = None) -> CloseReport: ...
+    def close(self, timeout_s: float | None = None, *, left_s: Callable[[], float] = ...) -> CloseReport: ...
 
 
 class TakingManager(SavingManager, Protocol):

@@ -29,6 +29,7 @@ class Manager:
         self.saves: list[tuple[int, tuple[str, ...]]] = []
         self.calls: list[str] = []
         self.preemption: Any = None
+        self.strict = False
         self.should_stop: str | None = None
 
     def begin(self, *, resume_from: Path | None = None, **facts: Any) -> None:
@@ -49,9 +50,9 @@ class Manager:
     def poll_errors(self) -> Sequence[Exception]:
         return []
 
-    def close(self, timeout_s: float | None = None) -> Any:
+    def close(self, timeout_s: float | None = None, **limits: Any) -> Any:
         self.calls.append("close")
-        return type("Report", (), {"pending": (), "errors": ()})
+        return type("Report", (), {"pending": (), "errors": (), "exit_code": 0})
 
 
 class Recorder:

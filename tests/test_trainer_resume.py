@@ -85,6 +85,7 @@ class Folders:
     began: list[Path | None] = field(default_factory=list)
     closed: int = 0
     preemption: Any = None
+    strict: bool = False
     should_stop: str | None = None
 
     def begin(self, *, resume_from: Path | None = None, **facts: Any) -> None:
@@ -104,9 +105,9 @@ class Folders:
     def poll_errors(self) -> Sequence[Exception]:
         return []
 
-    def close(self, timeout_s: float | None = None) -> Any:
+    def close(self, timeout_s: float | None = None, **limits: Any) -> Any:
         self.closed += 1
-        return type("Report", (), {"pending": (), "errors": ()})
+        return type("Report", (), {"pending": (), "errors": (), "exit_code": 0})
 
 
 class Losses(Callback):

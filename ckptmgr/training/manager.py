@@ -39,6 +39,7 @@ from ckptmgr.training.restoring import MEMORY, Restored, load, rewound_by_comman
 from ckptmgr.training.saving import Facts, Saver
 from ckptmgr.training.session import Session, Settings, begin_session, warn_of_shortage
 from ckptmgr.transfer.alarm import FailureBudget
+from ckptmgr.transfer.ending import LeftS, no_limit
 from ckptmgr.transfer.queue import QueueRules
 from ckptmgr.transfer.status import UploadStatus
 from ckptmgr.transfer.tidying import Retention
@@ -134,6 +135,8 @@ class CheckpointManager:
         self._session: Session | None = None
         self._report: CloseReport | None = None
         self._memory: Memory = {}
+        # Not since the machine started: a resume may be on another one.
+        self._made_s = time.monotonic()
 
     # --- restoring --------------------------------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class CheckpointManager:
         if self.save_policy is None:
             return urgent
         if isinstance(moment, StepEnded) and moment.time_s is None:
-            moment = replace(moment, time_s=time.monotonic())
+            moment = replace(moment, time_s=time.monotonic() - self._made_s)
         decision = self.save_policy.decide(moment, self._memory)
         self._memory = decision.memory
         for notice in decision.notices:
@@ -406,7 +409,7 @@ class CheckpointManager:
         """What went wrong in the background since this was last called; it is logged already."""
         return [] if self._session is None else self._session.uploader.poll_errors()
 
-    def close(self, timeout_s: float | None = None) -> CloseReport:
+    def close(self, timeout_s: float | None = None, *, left_s: LeftS = no_limit) -> CloseReport:
         """Finish the save under way and the uploads, then stop. Safe to call twice.
 
         Out of time, what is left is named in the report, stays in the local tier, and is gone on with by the transfer process for `linger_s`.
@@ -414,6 +417,7 @@ class CheckpointManager:
 
         Args:
             timeout_s: seconds to wait; None for `close_timeout_s`.
+            left_s: asked while waiting, such as `Preemption.remaining_s`: how many seconds are left; the smaller of the two counts.
 
         Raises:
             CkptmgrError: with `on_save_error="raise"`, a save failed in the background; everything is closed.
@@ -421,7 +425,8 @@ class CheckpointManager:
         session = self._session
         if session is None or self._report is not None:
             return self._report or CloseReport()
-        pending = session.close(self._settings.close_timeout_s if timeout_s is None else timeout_s)
+        limit_s = self._settings.close_timeout_s if timeout_s is None else timeout_s
+        pending = session.close(limit_s, left_s=left_s)
         uploads = session.uploader.tally.progress("")
         self._report = report = CloseReport(
             pending=tuple(str(stem) for stem in pending),
@@ -446,18 +451,16 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         preempted = self.preemption is not None and self.preemption.notice is not None
-        limit_s = self._settings.close_timeout_s
-        if self.preemption is not None:
-            limit_s = min(limit_s, max(0.0, self.preemption.remaining_s()))
         try:
-            report = self.close(limit_s)
+            report = self.close(left_s=no_limit if self.preemption is None else self.preemption.remaining_s)
+            noticed = self.preemption is not None and self.preemption.notice is not None
         finally:
             if self.preemption is not None:
                 self.preemption.uninstall()
         if report.pending:
             left = ", ".join(report.pending)
             logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
-        if kind is None and self.preemption is not None and preempted:
+        if kind is None and self.preemption is not None and (preempted or (noticed and report.pending)):
             raise SystemExit(self.preemption.exit_code)
         if kind is None and self.strict and report.exit_code:
             raise SystemExit(report.exit_code)

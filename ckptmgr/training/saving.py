@@ -29,6 +29,7 @@ from ckptmgr.training import state as training_state
 from ckptmgr.training.ranks import world_size
 from ckptmgr.training.staging import Stager
 from ckptmgr.training.writer import BackgroundWriter
+from ckptmgr.transfer.ending import LeftS, no_limit, slices
 from ckptmgr.transfer.queue import QueueRules, Room, make_room, trim
 
 logger = logging.getLogger(__name__)
@@ -203,9 +204,11 @@ class Saver:
         """Wait until what was saved is committed locally, or has failed; False if that took longer."""
         return self._writer.wait(timeout_s)
 
-    def close(self, timeout_s: float | None) -> bool:
-        """As `wait`, and end the writer thread."""
-        return self._writer.close(timeout_s)
+    def close(self, timeout_s: float | None, *, left_s: LeftS = no_limit) -> bool:
+        """As `wait`, and end the writer thread; see `slices` for `left_s`."""
+        if self._writer.close(0.0):
+            return True
+        return any(self._writer.wait(slice_s) for slice_s in slices(timeout_s, left_s))
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -250,7 +253,9 @@ class Saver:
         if room.dropped:
             self._watcher.dropped(room)
         if room.disk_full:
-            raise DiskFullError(room.why, hint="free some space", backend="file", operation="write", key=str(self._tier.root))
+            raise DiskFullError(
+                room.why, hint="free some space", backend="file", operation="write", key=str(self._tier.root)
+            )
         if not room.admitted:
             self._watcher.skipped(facts.step, room.why)
         return room.admitted

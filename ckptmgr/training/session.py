@@ -25,6 +25,7 @@ from ckptmgr.training.ranks import rank
 from ckptmgr.training.saving import Facts, Saved, Saver, Watcher
 from ckptmgr.training.staging import available_memory_bytes
 from ckptmgr.transfer.alarm import Alarm, FailureBudget
+from ckptmgr.transfer.ending import LeftS, no_limit
 from ckptmgr.transfer.hosting import record_upload
 from ckptmgr.transfer.messages import Committed, Event, Failed, Task
 from ckptmgr.transfer.metrics import MetricsLog
@@ -172,20 +173,26 @@ class Session(Watcher):
             logger.error("%s", why)
         return self.alarm.exceeded if self._stops else None
 
-    def close(self, timeout_s: float | None) -> list[Stem]:
-        """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first."""
+    def close(self, timeout_s: float | None, *, left_s: LeftS = no_limit) -> list[Stem]:
+        """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first.
+
+        Args:
+            left_s: asked while waiting; the smaller of the two counts.
+        """
         started = time.monotonic()
         try:
             self.saver.hurry()
-            if not self.saver.close(timeout_s):
-                logger.error("a save was still being written after %g s; it goes on until the program ends", timeout_s)
+            is_written = self.saver.close(timeout_s, left_s=left_s)
             spent = time.monotonic() - started
-            return self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent))
+            if not is_written:
+                logger.error("a save was still being written after %.0f s; it goes on until the program ends", spent)
+            return self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent), left_s=left_s)
         except BaseException:  # Ctrl-C, maybe before there was an upload to wait for
             self.uploader.give_up()
             raise
         finally:
             self.tier.release()
+            self._metrics.flush()
 
     # --- what becomes of saves (writer thread) ----------------------------------------------------------------------------
 

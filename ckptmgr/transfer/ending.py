@@ -5,17 +5,35 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 THREAD_PREFIX = "ckptmgr-"
 _LAST_S = 1.0
 INTERRUPTED = 130
+_SLICE_S = 0.5
+
+LeftS: TypeAlias = Callable[[], float]
+"""How many seconds are left, asked again and again: a notice of preemption may come while something is waited for."""
+
+
+def no_limit() -> float:
+    """A `LeftS` that never ends a wait."""
+    return math.inf
+
+
+def slices(timeout_s: float | None, left_s: LeftS, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:
+    """How long to wait before looking again, for as long as waiting makes sense: `timeout_s` in all, and no longer than `left_s` says."""
+    until = math.inf if timeout_s is None else clock() + timeout_s
+    while (left := min(until - clock(), left_s())) > 0:
+        yield min(left, _SLICE_S)
 
 
 def call_at_end(method: Callable[[], None]) -> None:

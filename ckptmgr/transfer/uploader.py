@@ -19,7 +19,16 @@ from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.transfer.ending import INTERRUPTED, call_at_end, end_soon, exit_with, is_interrupted
+from ckptmgr.transfer.ending import (
+    INTERRUPTED,
+    LeftS,
+    call_at_end,
+    end_soon,
+    exit_with,
+    is_interrupted,
+    no_limit,
+    slices,
+)
 from ckptmgr.transfer.hosting import HostFile
 from ckptmgr.transfer.loop import ReplicationLoop
 from ckptmgr.transfer.messages import Event, Failed, Logged, Superseded, Task, why_not_portable
@@ -41,8 +50,8 @@ class Uploader:
 
     Args:
         tier: the local tier; also read by others, written by this process.
-        run: where the saves go. Its backend retries by itself; `stop` ends those retries.
-        stop: the event given to the backend's retries; set when `close` runs out of time.
+        run: where the saves go. Its backend retries by itself.
+        stop: the event that those retries watch; set when an upload has to give way to a newer one, and when `close` runs out of time.
         task: what a transfer process is to do; None: the thread does it itself.
         committed: called after each commit (retention) where the thread does it itself; its errors are logged and kept, and stop nothing.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
@@ -123,16 +132,19 @@ class Uploader:
         name = "" if host is None else "process" if isinstance(host, Supervisor) else "thread"
         return self.tally.status(self._tier, self._run.url, name)
 
-    def close(self, timeout_s: float | None) -> list[Stem]:
+    def close(self, timeout_s: float | None, *, left_s: LeftS = no_limit) -> list[Stem]:
         """Upload what is pending, for `timeout_s` at most (None: as long as it takes), and end the thread.
 
         Out of time, the transfer process goes on by itself for as long as it may linger. KeyboardInterrupt ends it at once and is raised on.
+
+        Args:
+            left_s: asked while waiting; the smaller of the two counts.
 
         Returns:
             What is left, newest first; it stays pending in the local tier. Safe to call twice.
         """
         if self._is_ours():
-            self._finish(timeout_s)
+            self._finish(timeout_s, left_s)
         return [manifest.stem for manifest, _ in self._tier.pending(self._run.url)]
 
     def give_up(self) -> None:
@@ -148,7 +160,7 @@ class Uploader:
 
     # --- ending -----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, timeout_s: float | None) -> None:
+    def _finish(self, timeout_s: float | None, left_s: LeftS) -> None:
         with self._lock:
             self._closing = True
             if self._thread is not None and not (self._thread.is_alive() or self._ended):
@@ -160,7 +172,10 @@ class Uploader:
             return
         try:
             self._say_what_for(timeout_s)
-            thread.join(timeout_s)
+            for slice_s in slices(timeout_s, left_s):
+                thread.join(slice_s)
+                if not thread.is_alive():
+                    break
         except BaseException:  # Ctrl-C while waiting: the second one, or the user is tired of it
             self.give_up()
             raise
@@ -271,7 +286,8 @@ class Uploader:
         loop = ReplicationLoop(
             self._tier,
             self._run,
-            stop=self._stop,
+            stop=threading.Event(),
+            give_way=self._stop,
             report=report,
             after_commit=self._after_commit,
             pause_s=self._pause_s,

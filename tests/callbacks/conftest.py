@@ -24,6 +24,10 @@ class Closed:
     pending: Sequence[str] = ()
     errors: Sequence[Exception] = ()
 
+    @property
+    def exit_code(self) -> int:
+        return 6 if self.pending else 0
+
 
 @dataclass
 class Notice:
@@ -63,6 +67,7 @@ class FakeManager:
     url: str = "s3://bucket/exp/run"
     local_dir: Path = Path("disk")
     is_restored: bool = False
+    strict: bool = False
     should_stop: str | None = None
     begin_error: Exception | None = None
     save_error: Exception | None = None
@@ -104,8 +109,10 @@ class FakeManager:
         errors, self.background = self.background, []
         return errors
 
-    def close(self, timeout_s: float | None = None) -> Closed:
-        self.close_calls.append(timeout_s)
+    def close(self, timeout_s: float | None = None, *, left_s: Callable[[], float] = lambda: float("inf")) -> Closed:
+        """Notes what it would wait at most, as things are; None without a limit."""
+        limit_s = min(float("inf") if timeout_s is None else timeout_s, left_s())
+        self.close_calls.append(None if limit_s == float("inf") else limit_s)
         return self.closed
 
 

@@ -331,3 +331,20 @@ def children_of(pid: int) -> list[int]:
     """Of all threads of a process."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in found for child in path.read_text().split()]
+
+
+def test_during_the_last_upload(
+    make_store: Callable[[str], Store], start: Callable[..., Training], tmp_path: Path
+) -> None:
+    """Training is over and waits for its uploads, for minutes if need be: at the signal it waits as long as the notice leaves."""
+    store = make_store("moto")
+    url, disk = f"{store.url}/run", tmp_path / "disk"
+    held = store.server.faults.add(Fault(method="PUT", key="*/checkpoints/*", hold="before", times=None))
+    training = start(url=url, preemption={"grace_s": 6.0})
+    training.wait_for("end")
+    assert held.reached.wait(DEADLINE_S)
+    training.send()
+    ended = training.wait()
+    assert ended == {"code": 143}, training.errors
+    assert training.took_s < 6.0
+    assert LocalTier.open(disk).pending()
