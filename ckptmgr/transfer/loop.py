@@ -38,19 +38,21 @@ class UploadInterrupted(BaseException):
 
 
 class ReplicationLoop:
-    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once (with `give_way`, `hurry` and a
-    `notify` after it read the tier first).
+    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once (with `give_way`, `notify` and
+    `hurry` read the tier first, if an upload is under way).
+
+    Newest first: a save that comes while an older one waits for the next try of a request goes before it; in a hurry also before one that is being sent.
 
     Args:
         tier: the local tier; saves appear in it while the loop runs.
         run: where they go. Its backend retries by itself.
-        stop: ends everything: no retry, no further block. The backend's retries watch it too.
+        stop: ends everything: no further block is sent.
         report: called with each event, also by the threads that send parts. Must not raise.
         after_commit: clean-up after each commit; its failure is reported, and stops nothing.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
         retries: how many requests the backend has repeated so far.
         abandoned: asked about once a second; True ends an idle loop.
-        give_way: where the backend's retries watch it, besides or in place of `stop`: set to have an upload that waits for its next try give way.
+        give_way: the event that the backend's retries watch: set to have an upload that waits for its next try give way, or end.
     """
 
     def __init__(
@@ -200,6 +202,8 @@ class ReplicationLoop:
     def _failed(self, manifest: Manifest, error: CkptmgrError) -> None:
         """An upload has given up for now, unless that was to give way, or because everything ends."""
         if self._give_way is not None and self._give_way.is_set():
+            if not self._stop.is_set():
+                self._give_way.clear()  # the backend is used by others, too
             raise UploadInterrupted from error
         self._fail(error, manifest.stem)
         logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._target.url, error)
@@ -212,7 +216,7 @@ class ReplicationLoop:
     def _upload(self, manifest: Manifest, entry: UploadEntry) -> Outcome:
         started, retries = self._clock(), self._retries()
         with self._changed:
-            self._current, self._look_again = manifest, self._hurrying
+            self._current, self._look_again = manifest, True
             if self._give_way is not None and not self._stop.is_set():
                 self._give_way.clear()
         self._meter.restart()
@@ -220,7 +224,8 @@ class ReplicationLoop:
         try:
             outcome = upload_one(self._tier, self._target, manifest, entry, moved=self._moved)
         finally:
-            self._current = None
+            with self._changed:
+                self._current = None
             self._tell()
         if outcome == "committed":
             done = Committed(
@@ -237,28 +242,28 @@ class ReplicationLoop:
 
     def _moved(self, count: int) -> None:
         """Progress of the upload under way; called by the threads that send its parts, too."""
-        if self._stop.is_set() or (self._look_again and self._gives_way()):
+        if self._stop.is_set() or (self._hurrying and self._look_again and self._is_outrun()):
             raise UploadInterrupted
         self._meter.moved(count)
         if self._clock() - self._told_at >= _TELL_S:
             self._tell()
 
-    def _gives_way(self) -> bool:
-        """Whether a newer save has come in a hurry. One that was tried already, and failed, is none: the two would take turns without end."""
+    def _is_outrun(self) -> bool:
+        """Whether a newer save has come since. One that was tried already, and failed, is none: the two would take turns without end."""
         self._look_again = False
         current = self._current
-        if not self._hurrying or current is None:
+        if current is None:
             return False
         newer = (m.stem for m, _ in self._tier.pending(self._target.url) if m.stem > current.stem)
         return any(stem not in self._tried for stem in newer)
 
     def _press(self) -> None:
-        """In a hurry, have an upload that waits for its next try give way: it tells no progress meanwhile, and so is not asked."""
+        """Have an upload that waits for its next try give way to a newer save: it tells no progress meanwhile, and so is not asked."""
         current = self._current
-        if self._give_way is None or not self._hurrying or current is None:
+        if self._give_way is None or current is None:
             return
         with contextlib.suppress(CkptmgrError, OSError):  # the loop meets it too, and says so
-            if self._gives_way():
+            if self._is_outrun():
                 with self._changed:
                     self._look_again = True
                     if self._current is current:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ckptmgr.backends.base import Backend
+from ckptmgr.backends.registry import open_store
 from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.layout import Stem
 from ckptmgr.run.directory import RunDirectory
@@ -111,6 +112,15 @@ class Scene:
             pause_s=task.pause_s,
             observe=self.events.put,
         )
+        self.uploaders.append(uploader)
+        return uploader
+
+    def in_thread(self, retry: RetryPolicy) -> Uploader:
+        """One that does it all in this process."""
+        stop = threading.Event()
+        fs, root = open_store(self.run.url, policy=retry, stop=stop)
+        run = RunDirectory.open(self.run.url, fs=fs, root=root)
+        uploader = Uploader(self.tier, run, stop=stop, observe=self.events.put)
         self.uploaders.append(uploader)
         return uploader
 
@@ -618,16 +628,17 @@ def test_ctrl_c_while_waiting_ends_both(scene: Scene) -> None:
 # --- hurry ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_older_upload_that_waits_for_its_next_try_gives_way(scene: Scene) -> None:
+@pytest.mark.parametrize("host", ["process", "thread"])
+def test_an_older_upload_that_waits_for_its_next_try_gives_way(scene: Scene, host: str) -> None:
     """The newest is committed first; the older one goes on later, without a byte of what was confirmed."""
     patient = RetryPolicy(attempts=10, base_s=1000.0, cap_s=1000.0, deadline_s=2000.0)
-    failing = scene.faults.add(Fault(method="PUT", key="*-000000000100-*/b.bin", status=503, code="SlowDown"))
+    # Cut short, the wait is followed by one more try at once.
+    failing = scene.faults.add(Fault(method="PUT", key="*-000000000100-*/b.bin", status=503, code="SlowDown", times=2))
     (older,) = scene.save(100)
-    uploader = scene.uploader(retry=patient)
+    uploader = scene.uploader(retry=patient) if host == "process" else scene.in_thread(patient)
     uploader.notify()
     assert failing.reached.wait(DEADLINE_S)
     (newer,) = scene.save(200)
-    uploader.hurry()
     uploader.notify()
     assert scene.wait_for(Committed).stem == newer
     assert scene.wait_for(Committed).stem == older
@@ -669,7 +680,7 @@ def test_a_newest_that_is_refused_does_not_keep_the_older_ones_from_going_up(sce
     uploader.notify()
     for _ in stems:
         scene.wait_for(Committed)
-    assert refused.hits <= 3
+    assert refused.hits <= 5  # once a round at most
     assert uploader.close(DEADLINE_S) == [newer]
 
 
