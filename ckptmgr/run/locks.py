@@ -18,6 +18,7 @@ from typing import Literal
 from ckptmgr.backends.oserrors import os_errors
 
 Purpose = Literal["read", "upload"]
+_COMMON = "/tmp"
 
 # Open lock files of this process. A flock belongs to the open file, which a forked DataLoader worker shares: one that outlives a killed
 # trainer by some seconds would keep the next start out. So a forked child closes them at once.
@@ -53,8 +54,14 @@ def close_lock(fd: int) -> None:
         os.close(fd)
 
 
+def _common_folder() -> str:
+    """The same one for all processes of this machine. TMPDIR is not: a scheduler gives each job its own, and two jobs, or a job and what an earlier one
+    has left behind, would not see each other's locks."""
+    return _COMMON if os.access(_COMMON, os.W_OK | os.X_OK) else tempfile.gettempdir()
+
+
 def _lock_dir(run_uuid: str) -> Path:
-    base = os.environ.get("CKPTMGR_LOCK_DIR") or os.path.join(tempfile.gettempdir(), f"ckptmgr-locks-{os.getuid()}")
+    base = os.environ.get("CKPTMGR_LOCK_DIR") or os.path.join(_common_folder(), f"ckptmgr-locks-{os.getuid()}")
     # The name comes from a store: it must not lead out of the folder.
     path = Path(base) / (re.sub(r"[^A-Za-z0-9-]", "_", run_uuid)[:64] or "_")
     with os_errors("mkdir", str(path)):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,37 @@ def test_two_uploads_of_one_save_exclude_each_other() -> None:
     """Only one of two processes that drain one tier has a save in hand."""
     with locks.exclusive("run", "stem", "upload") as first, locks.exclusive("run", "stem", "upload") as second:
         assert (first, second) == (True, False)
+
+
+def test_processes_with_temporary_folders_of_their_own_see_each_others_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler gives each job a TMPDIR; a job and the transfer process of the one before share a tier all the same. Without a common folder, the
+    temporary one has to do."""
+    monkeypatch.delenv("CKPTMGR_LOCK_DIR")
+    run = f"test-{tmp_path.name}-{os.getpid()}"
+    ask = "import sys; from ckptmgr.run import locks; print(locks.is_held(sys.argv[1], 'stem', 'upload'))"
+
+    def is_held() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", ask, run],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    with locks.exclusive(run, "stem", "upload") as free:
+        assert free
+        assert is_held() == "True"
+        assert list(tmp_path.iterdir()) == []
+    assert is_held() == "False"
+    locks._lock_dir(run).rmdir()
+    monkeypatch.setattr(locks, "_COMMON", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with locks.exclusive(run, "stem", "upload"):
+        assert (tmp_path / f"ckptmgr-locks-{os.getuid()}" / run / "stem.upload").exists()
 
 
 def test_a_second_process_cannot_save_into_a_tier(tmp_path: Path) -> None:
