@@ -206,9 +206,9 @@ class Saver:
 
     def close(self, timeout_s: float | None, *, left_s: LeftS = no_limit) -> bool:
         """As `wait`, and end the writer thread; see `slices` for `left_s`."""
-        if self._writer.close(0.0):
-            return True
-        return any(self._writer.wait(slice_s) for slice_s in slices(timeout_s, left_s))
+        done = self._writer.close(0.0) or any(self._writer.wait(slice_s) for slice_s in slices(timeout_s, left_s))
+        self._stager.clear()
+        return done
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
