@@ -6,8 +6,10 @@ calls there are comes from a run that nothing happens to. Without strace, or whe
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,13 +117,13 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def scene(
-    tmp_path: Path, local_save: LocalSave, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Scene:
-    """One earlier save, unless the test asks for another number of them."""
-    scene = Scene(tmp_path, local_save, earlier=getattr(request, "param", 1))
-    monkeypatch.setenv("CKPTMGR_LOCK_DIR", str(scene.locks))
-    return scene
+def scene(local_save: LocalSave, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """One earlier save, unless the test asks for another number of them. In memory where there is room, for it is made anew a thousand times."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ckptmgr-scene-", dir=memory) as folder:
+        scene = Scene(Path(folder), local_save, earlier=getattr(request, "param", 1))
+        monkeypatch.setenv("CKPTMGR_LOCK_DIR", str(scene.locks))
+        yield scene
 
 
 def killed_at_each_call(tracer: Tracer, scene: Scene, job: dict[str, Any]) -> Iterator[Ended]:
