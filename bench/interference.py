@@ -94,10 +94,15 @@ def beside(loop: str, goes_on: Callable[[], bool]) -> Timed:
     return Timed(seconds, turns / seconds)
 
 
-def alone(loop: str) -> Timed:
+def until_commit(server: NullS3, timeout_s: float) -> Callable[[], bool]:
+    """What a loop asks at each turn: whether the server still waits for the next manifest. The same, and as costly, when a loop runs alone."""
+    before, end = server.commits, monotonic() + timeout_s
+    return lambda: server.commits == before and monotonic() < end
+
+
+def alone(server: NullS3, loop: str) -> Timed:
     """Run `loop` with nothing beside it."""
-    end = perf_counter() + ALONE_S
-    return beside(loop, lambda: perf_counter() < end)
+    return beside(loop, until_commit(server, ALONE_S))
 
 
 class Ours:
@@ -118,18 +123,19 @@ class Ours:
 
     def upload(self, loop: str) -> Timed:
         """Commit a save locally, then time its upload beside `loop`."""
-        server, before = self._server, self._server.commits
+        server = self._server
         self._step += 1
         server.hold()
         self._manager.save(self._step, self._state, wait=True)
         server.wait_for_held(DEADLINE_S)
-        end = monotonic() + DEADLINE_S
+        goes_on = until_commit(server, DEADLINE_S)
         server.let_go()
-        timed = beside(loop, lambda: server.commits == before and monotonic() < end)
-        self._settle(end)
+        timed = beside(loop, goes_on)
+        self._settle()
         return timed
 
-    def _settle(self, end: float) -> None:
+    def _settle(self) -> None:
+        end = monotonic() + DEADLINE_S
         while (uploads := self._manager.status().uploads).pending and monotonic() < end:
             sleep(0.01)
         if uploads.pending or uploads.failures or uploads.host != "process" or transfer_process() != self._pid:
@@ -194,7 +200,7 @@ def measure(size_mib: int, rounds: int, boto3_rounds: int, directory: Path) -> M
         torch.set_num_threads(1)
         ours = Ours(server, directory, size_mib, others)
         actions: dict[str, Callable[[], Timed]] = {name: partial(ours.upload, name) for name in RUN}
-        actions |= {f"{name} alone": partial(alone, name) for name in LOOPS}
+        actions |= {f"{name} alone": partial(alone, server, name) for name in LOOPS}
         found = interleaved(actions, rounds)
         ours.close()
         theirs = dict[str, list[Timed]]()
