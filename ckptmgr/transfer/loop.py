@@ -12,7 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from ckptmgr.core.errors import CkptmgrError, PermanentBackendError, TransientBackendError, UploadError
+from ckptmgr.core.errors import (
+    CkptmgrError,
+    PermanentBackendError,
+    SourceChangedError,
+    TransientBackendError,
+    UploadError,
+)
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
@@ -90,6 +96,7 @@ class ReplicationLoop:
         self._left: set[Stem] = set()
         # Of this round, and of the upload under way.
         self._tried: set[Stem] = set()
+        self._spoilt: set[Stem] = set()
         self._current: Manifest | None = None
         self._meter = Meter(clock=clock)
         self._told_at = 0.0
@@ -172,7 +179,7 @@ class ReplicationLoop:
         refusals = 0
         while not self._stop.is_set() and refusals < REFUSALS:
             # Looked up again each time: a newer save goes first.
-            queue = [(m, e) for m, e in self._queue() if m.stem not in self._tried]
+            queue = [(m, e) for m, e in self._queue() if m.stem not in self._tried | self._spoilt]
             if not queue:
                 break
             manifest, entry = queue[0]
@@ -206,6 +213,9 @@ class ReplicationLoop:
                 self._give_way.clear()  # the backend is used by others, too
             raise UploadInterrupted from error
         self._fail(error, manifest.stem)
+        if isinstance(error, SourceChangedError):
+            # Its files are not what was saved, and will not be again: said once, not every half minute. It stays, for a person to look at.
+            self._spoilt.add(manifest.stem)
         logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._target.url, error)
         self._again_in(self._pause_s, lasts=not isinstance(error, TransientBackendError))
 

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -88,6 +89,14 @@ def local_scene(
     yield made
     made.faulty.clear()
     made.uploader.close(DEADLINE_S)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Look until something that another thread does has happened."""
+    pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
 
 
 class _Told(logging.Handler):
@@ -338,6 +347,21 @@ def test_a_source_that_changed_is_never_committed(local_scene: Scene) -> None:
     assert local_scene.manifests() == []
     victim.write_bytes(right)
     assert drain(local_scene.tier, local_scene.run).committed == (stem,)
+
+
+def test_a_source_that_changed_is_not_tried_again_and_again(local_scene: Scene) -> None:
+    """One damaged save is one failure, however often others are uploaded; it stays pending, and the others are committed."""
+    (spoilt,) = local_scene.save(100)
+    (local_scene.tier.data_dir(spoilt) / "b.bin").write_bytes(b"X" * 4)
+    uploader = local_scene.new_uploader(local_scene.run, pause_s=0.01)
+    stems = []
+    for step in (200, 300, 400):
+        stems += local_scene.save(step)
+        uploader.notify()
+        wait_until(lambda: local_scene.manifests() == [str(stem) for stem in stems])
+    assert uploader.status().failures == 1
+    assert uploader.close(DEADLINE_S) == [spoilt]
+    assert uploader.status().failures == 1
 
 
 # --- order, and several at once -------------------------------------------------------------------------------------------
