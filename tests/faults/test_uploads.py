@@ -354,6 +354,8 @@ def test_a_source_that_changed_is_not_tried_again_and_again(local_scene: Scene) 
     (spoilt,) = local_scene.save(100)
     (local_scene.tier.data_dir(spoilt) / "b.bin").write_bytes(b"X" * 4)
     uploader = local_scene.new_uploader(local_scene.run, pause_s=0.01)
+    uploader.notify()
+    wait_until(lambda: uploader.status().failures == 1)
     for number, step in enumerate((200, 300, 400), start=1):
         local_scene.save(step)
         uploader.notify()
