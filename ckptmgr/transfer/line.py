@@ -73,7 +73,12 @@ class Line:
         Raises:
             EOFError: the other side is gone, or somebody has hung up. What had been sent before was received before.
         """
-        self.flush(0.0)
+        # Not if another thread is sending: whoever listens must not wait for that.
+        if self._sending.acquire(blocking=False):
+            try:
+                self._write_waiting(0.0)
+            finally:
+                self._sending.release()
         try:
             return self._connection.recv_bytes() if self._connection.poll(timeout_s) else None
         except OSError as error:

@@ -44,8 +44,8 @@ class UploadInterrupted(BaseException):
 
 
 class ReplicationLoop:
-    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once (with `give_way`, `notify` and
-    `hurry` read the tier first, if an upload is under way).
+    """Replicates `tier` to `run`. One thread calls `run`; the other methods are safe from any thread and return at once (with `give_way`, `notify`
+    reads the tier first, if an upload is under way).
 
     Newest first: a save that comes while an older one waits for the next try of a request goes before it; in a hurry also before one that is being sent.
 
@@ -111,11 +111,13 @@ class ReplicationLoop:
         self._press()
 
     def hurry(self) -> None:
-        """From now on the newest save comes first: an older one under way gives way to it, and nothing is cleaned up."""
+        """From now on the newest save comes first: an older one under way gives way to it, and nothing is cleaned up. One that waits for its next try
+        is tried now."""
         with self._changed:
             self._hurrying = self._look_again = self._work = True
+            if self._give_way is not None and self._current is not None:
+                self._give_way.set()
             self._changed.notify_all()
-        self._press()
 
     def close(self, *, persist: bool = False) -> None:
         """Give everything pending a last try, then end.
@@ -190,6 +192,7 @@ class ReplicationLoop:
                 self._failed(manifest, exc)
                 refusals += isinstance(exc, PermanentBackendError)
                 continue
+            self._has_given_way()
             if outcome == "busy":
                 self._leave_to_others(manifest.stem)
             elif not self._hurrying:
@@ -208,9 +211,7 @@ class ReplicationLoop:
 
     def _failed(self, manifest: Manifest, error: CkptmgrError) -> None:
         """An upload has given up for now, unless that was to give way, or because everything ends."""
-        if self._give_way is not None and self._give_way.is_set():
-            if not self._stop.is_set():
-                self._give_way.clear()  # the backend is used by others, too
+        if self._has_given_way():
             raise UploadInterrupted from error
         self._fail(error, manifest.stem)
         if isinstance(error, SourceChangedError):
@@ -219,16 +220,24 @@ class ReplicationLoop:
         logger.error("step %d failed: %s is not in %s: %s", manifest.step, manifest.id, self._target.url, error)
         self._again_in(self._pause_s, lasts=not isinstance(error, TransientBackendError))
 
+    def _has_given_way(self) -> bool:
+        """Whether the upload that has ended had to give way; from now on the backend, which others use too, tries again what fails."""
+        with self._changed:
+            if self._give_way is None or not self._give_way.is_set():
+                return False
+            if not self._stop.is_set():
+                self._give_way.clear()
+            return True
+
     def _queue(self) -> list[tuple[Manifest, UploadEntry]]:
         pending = self._tier.pending(self._target.url)
         return pending if self._hurrying else in_turn(pending)
 
     def _upload(self, manifest: Manifest, entry: UploadEntry) -> Outcome:
         started, retries = self._clock(), self._retries()
+        self._has_given_way()  # the one before
         with self._changed:
             self._current, self._look_again = manifest, True
-            if self._give_way is not None and not self._stop.is_set():
-                self._give_way.clear()
         self._meter.restart()
         self._tell()
         try:
