@@ -31,7 +31,8 @@ from ckptmgr.transfer.messages import (
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _GONE_S = 5.0
-_READY_S = 120.0
+# A cluster's file server, on the morning of a thousand starts.
+_READY_S = 300.0
 _LONGEST_PAUSE_S = 600.0
 _UNREADY = 2
 _LAST_TRIES = 2

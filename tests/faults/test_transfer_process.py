@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -716,6 +718,49 @@ def test_what_kind_of_process_it_is(scene: Scene, tmp_path: Path) -> None:
     assert os.readlink(proc / "cwd") == str(tmp_path / "elsewhere")
     held.release()
     assert trainer("close", timeout_s=60)["left"] == []
+
+
+@pytest.mark.parametrize("place", ["the working directory", "an archive"])
+def test_what_the_trainer_can_import_the_process_can(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A backend of the user's, from wherever the trainer has it: `''` in the search path, a zip file; what is not there does not matter."""
+    code = "from ckptmgr.testing.faulty import FaultyBackend\n\ndef wrap(backend):\n    return FaultyBackend(backend)\n"
+    name = f"users_backend_{place.split()[1]}"
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    if place == "an archive":
+        with zipfile.ZipFile(folder / "users.zip", "w") as archive:
+            archive.writestr(f"{name}.py", code)
+    else:
+        (folder / f"{name}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    first = "" if place == "the working directory" else str(folder / "users.zip")
+    monkeypatch.setattr(sys, "path", [first, "/nowhere", Path("/no-text"), *sys.path])
+    importlib.invalidate_caches()
+    (stem,) = scene.save(100)
+    uploader = scene.uploader(wrap_backend=importlib.import_module(name).wrap)
+    uploader.notify()
+    scene.wait_for(Committed)
+    assert uploader.status().host == "process"
+    assert uploader.close(DEADLINE_S) == []
+    assert scene.manifests() == [str(stem)]
+
+
+@pytest.mark.parametrize("children", ["are ignored", "are reaped by somebody else"])
+def test_a_program_that_sees_to_children_itself(scene: Scene, children: str) -> None:
+    """Its exit status is lost to us; it is not taken for a death, or a death for an end."""
+    (stem,) = scene.save(100)
+    trainer = scene.trainer()
+    trainer("mind_children", ignore=children == "are ignored")
+    held = scene.hold(times=1)
+    trainer("notify")
+    assert held.reached.wait(DEADLINE_S)
+    os.kill(scene.host(), signal.SIGKILL)
+    held.release()
+    assert trainer("close", timeout_s=60)["left"] == []
+    assert scene.manifests() == [str(stem)]
+    assert trainer.kill().count(" died (") == 1
 
 
 def test_a_forked_child_has_no_part_in_it(scene: Scene) -> None:

@@ -120,6 +120,14 @@ class Trainer:
             signal.pause()
         return {"pid": pid}
 
+    def mind_children(self, ignore: bool) -> Reply:
+        """Have the kernel, or a thread, collect the exit status of every child."""
+        if ignore:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        else:
+            threading.Thread(target=_reap, daemon=True).start()
+        return {}
+
     def hold_line(self) -> Reply:
         """Another program that holds all sockets of this one."""
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -164,6 +172,14 @@ class Trainer:
         holder.join()
         os.waitpid(pid, 0)
         return {"child": said}
+
+
+def _reap() -> None:
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            threading.Event().wait(0.01)
 
 
 def _is_socket(fd: int) -> bool:
