@@ -28,6 +28,8 @@ log = logging.getLogger("ckptmgr.backends")
 # Not the global generator (nor tenacity's waits, which use it): a retry beside a training would move the training's random numbers, and
 # ranks that seeded alike would come back together.
 _JITTER = random.Random()
+# When somebody who watches should hear that it is not just slow.
+_SAY_S = 5.0
 _SLICE_S = 0.2
 
 
@@ -143,9 +145,16 @@ class Retrier:
             upper = min(self.policy.cap_s, self.policy.base_s * 2.0 ** min(state.attempt_number - 1, 64))
             return min(max(_JITTER.uniform(0.0, upper), _asked_for(state)), left)
 
+        said: list[str] = []
+
         def log_retry(state: RetryCallState) -> None:
             wait_s = state.next_action.sleep if state.next_action else 0.0
             log.info("%s: try %d failed (%s); again in %.1f s", what, state.attempt_number, _error_of(state), wait_s)
+            spent = self._clock() - started
+            if spent >= _SAY_S and not said:
+                said.append(what)
+                most_s = self.policy.deadline_s
+                log.warning("failing for %.0f s: %s; trying for %.0f s at most", spent, _error_of(state), most_s)
 
         def sleep(seconds: float) -> None:
             until = self._clock() + seconds

@@ -54,7 +54,8 @@ def drain(
     if as_json:
         emit_json({"local_dir": str(tier.root), "pending": left.pending, "dropped": left.dropped})
     elif not left.pending:
-        emit(f"{tier.root}: nothing pending")
+        dropped = f", but {count(len(left.dropped), 'save')} had been given up unsent" if left.dropped else ""
+        emit(f"{tier.root}: nothing pending{dropped}")
     if left.exit_code:
         raise typer.Exit(left.exit_code)
 
@@ -78,7 +79,17 @@ def drain_tier(tier: LocalTier | None, default_target: str | None) -> Left:
         _drain_to(tier, target)
     for entry in dropped:
         tier.forget_evicted(entry.stem)
-    return Left([manifest.id for manifest, _ in tier.pending()], [str(entry.stem) for entry in dropped])
+    pending = [*(manifest.id for manifest, _ in tier.pending()), *_name_unreadable(tier)]
+    return Left(pending, [str(entry.stem) for entry in dropped])
+
+
+def _name_unreadable(tier: LocalTier) -> list[str]:
+    """Saves that cannot be uploaded, for nobody can tell what they are; their ids."""
+    uploaded = tier.uploaded()
+    unreadable = {stem: error for stem, error in tier.run.history().broken.items() if stem not in uploaded}
+    for stem, error in unreadable.items():
+        warn(f"step {stem.step} ({stem}) cannot be uploaded: {error}")
+    return [str(stem) for stem in unreadable]
 
 
 def _name_dropped(tier: LocalTier) -> list[UploadEntry]:

@@ -248,5 +248,5 @@ def _created(manifest: Manifest) -> datetime | None:
 
 
 def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}({value}) would keep nothing", hint="give a number of at least 1")
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}({value!r}) would keep nothing", hint="give a whole number of at least 1")

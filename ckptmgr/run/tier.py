@@ -32,6 +32,10 @@ from ckptmgr.run.journal import Journal, UploadEntry
 _HOLD_FILE = ".lock"
 
 
+# Tiers that a process saves into: to tell a manager that was never closed from another process.
+_HELD: set[tuple[int, Path]] = set()
+
+
 class LocalTier:
     """A run directory on this machine's disk.
 
@@ -58,17 +62,23 @@ class LocalTier:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             locks.close_lock(fd)
+            ours = (os.getpid(), self.root) in _HELD
             raise ConflictError(
-                f"another process is saving into {self.root}",
-                hint="stop it, or give this one another local directory",
+                f"{'this process' if ours else 'another process'} is saving into {self.root}"
+                + (" already" if ours else ""),
+                hint="close the manager that does (manager.close()), or give this one another local directory"
+                if ours
+                else "stop it, or give this one another local directory",
             ) from exc
         self._held = fd
+        _HELD.add((os.getpid(), self.root))
 
     def release(self) -> None:
         """Let another process save into this tier."""
         if self._held is not None:
             locks.close_lock(self._held)
             self._held = None
+            _HELD.discard((os.getpid(), self.root))
 
     @staticmethod
     def is_at(directory: str | os.PathLike[str]) -> bool:

@@ -30,6 +30,15 @@ from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.training.checking import (
+    epoch_of,
+    metrics_of,
+    reasons_of,
+    require,
+    require_one_of,
+    require_seconds,
+    step_of,
+)
 from ckptmgr.training.parent import Parent, parent_of
 from ckptmgr.training.places import open_places, refuse_one_place
 from ckptmgr.training.preemption import Preemption
@@ -105,12 +114,34 @@ class CheckpointManager:
         prometheus: str | os.PathLike[str] | None = None,
     ) -> None:
         host: str = transfer or os.environ.get(TRANSFER_ENV) or "process"
-        _refuse_other("on_existing", on_existing, "refuse", "new-lineage")
-        _refuse_other("on_save_error", on_save_error, "log", "raise")
-        _refuse_other("transfer", host, "process", "thread")
+        require_one_of("on_existing", on_existing, "refuse", "new-lineage")
+        require_one_of("on_save_error", on_save_error, "log", "raise")
+        require_one_of("transfer", host, "process", "thread")
+        require(
+            "url", url, (str, os.PathLike), "give the URL of the run, such as s3://bucket/exp/run-7, or a directory"
+        )
+        require("save", save, (SavePolicy, type(None)), "give a policy, such as EveryNSteps(500)")
+        require("keep", keep, (RetentionRule, type(None)), "give a rule, such as KeepLast(3), or None for everything")
+        require("keep_local", keep_local, RetentionRule, "give a rule, such as KeepLast(1)")
+        require("queue", queue, QueueRules, "give QueueRules(…)")
+        require("failures", failures, FailureBudget, "give FailureBudget(…)")
+        require("preemption", preemption, (Preemption, type(None)), "give Preemption(…)")
+        require("retry", retry, RetryPolicy, "give RetryPolicy(…)")
+        require("strict", strict, bool, "use True or False")
+        require("local_dir", local_dir or ".", (str, os.PathLike), "give a directory on a local disk")
+        for name, value in {
+            "linger_s": linger_s,
+            "close_timeout_s": close_timeout_s,
+            "retry_after_s": retry_after_s,
+        }.items():
+            require_seconds(name, value)
+        if wrap_backend is not None and not callable(wrap_backend):
+            raise ConfigError(f"wrap_backend is {wrap_backend!r}", hint="give a function from a backend to a backend")
         self.url = normalize_url(url)
-        name = self.url.rsplit("/", 1)[-1]
-        self.local_dir = Path(os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
+        run_name = self.url.rsplit("/", 1)[-1]
+        self.local_dir = Path(
+            os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{run_name}")
+        )
         refuse_one_place(self.url, self.local_dir)
         self.save_policy = save
         self.preemption = preemption
@@ -307,6 +338,7 @@ class CheckpointManager:
             ConfigError: `state` holds something that cannot be saved: a mistake in the program.
             CkptmgrError: with `on_save_error="raise"`, this save failed, or one before it did in the background.
         """
+        require("state", state, Mapping, 'give the pieces by name, such as {"model": model, "optimizer": optimizer}')
         if self._memory:
             state = {**state, MEMORY: dict(self._memory)}
         facts = self._facts(step, epoch, metrics, reasons, metric_modes)
@@ -345,10 +377,10 @@ class CheckpointManager:
         framework: Mapping[str, str] | None = None,
     ) -> Facts:
         return Facts(
-            step=step,
-            epoch=epoch,
-            metrics=metrics or {},
-            reasons=reasons or ("requested",),
+            step=step_of(step),
+            epoch=epoch_of(epoch),
+            metrics=metrics_of(metrics),
+            reasons=reasons_of(reasons),
             metric_modes=self._modes() if metric_modes is None else metric_modes,
             framework=framework or {},
         )
@@ -426,7 +458,13 @@ class CheckpointManager:
         if session is None or self._report is not None:
             return self._report or CloseReport()
         limit_s = self._settings.close_timeout_s if timeout_s is None else timeout_s
-        pending = session.close(limit_s, left_s=left_s)
+        try:
+            pending = session.close(limit_s, left_s=left_s)
+        except KeyboardInterrupt:
+            left = ", ".join(str(manifest.stem) for manifest, _ in session.tier.pending(self.url))
+            if left:
+                logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
+            raise
         uploads = session.uploader.tally.progress("")
         self._report = report = CloseReport(
             pending=tuple(str(stem) for stem in pending),
@@ -475,8 +513,3 @@ class CheckpointManager:
 
     def _modes(self) -> Mapping[str, str]:
         return {} if self.save_policy is None else self.save_policy.modes()
-
-
-def _refuse_other(name: str, value: str, *known: str) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)))

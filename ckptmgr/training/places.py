@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import open_store
 from ckptmgr.backends.retry import RetryPolicy
-from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError, ConflictError
+from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError, ConflictError, PermanentBackendError
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
 
@@ -40,7 +40,12 @@ def open_places(
         run = RunDirectory.open_or_create(url, uuid=known.run.uuid, fs=fs, root=root)
     else:
         run = _run_of(known, url, fs, root)
-    return run, LocalTier.open_or_create(local_dir, uuid=run.uuid)
+    try:
+        return run, LocalTier.open_or_create(local_dir, uuid=run.uuid)
+    except PermanentBackendError as exc:
+        exc.message = f"the local directory cannot be used: {exc.message}"
+        exc.hint = exc.hint or "give local_dir, or CKPTMGR_LOCAL_DIR, a place on a local disk that can be written"
+        raise
 
 
 def _run_of(tier: LocalTier, url: str, fs: Backend, root: str) -> RunDirectory:

@@ -88,12 +88,12 @@ class Preemption:
         exit_code: int = 143,
         repeat_s: float = 1.0,
     ) -> None:
-        if not 0.0 <= margin_s < grace_s < math.inf:
+        if not (_is_number(margin_s) and _is_number(grace_s) and 0.0 <= margin_s < grace_s < math.inf):
             raise ConfigError(
                 f"Preemption: margin_s is {margin_s!r} and grace_s is {grace_s!r}",
                 hint="grace_s is what the platform leaves between the signal and the kill, margin_s a part of it, 0 or more",
             )
-        if not 0.0 < poll_s < math.inf:
+        if not (_is_number(poll_s) and 0.0 < poll_s < math.inf):
             raise ConfigError(f"Preemption: poll_s is {poll_s!r}", hint="use a number of seconds above 0")
         if not isinstance(exit_code, int) or not 0 < exit_code < 256:
             raise ConfigError(
@@ -384,6 +384,10 @@ def _signal(value: int) -> signal.Signals:
     if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
         raise ConfigError(f"Preemption: {number.name} cannot be watched", hint="SIGTERM, SIGUSR1 and SIGUSR2 can")
     return number
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _names(notices: Sequence[str]) -> tuple[str, ...]:

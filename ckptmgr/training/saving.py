@@ -8,10 +8,12 @@ by callbacks. One save is in flight at a time, so that memory holds one state be
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,7 @@ class Saver:
         self._rules = rules
         self._watcher = watcher
         self._clock = clock
+        self._owner = os.getpid()
         self._hurried = False
         self._writer = BackgroundWriter()
         self._stager = Stager()
@@ -125,13 +128,10 @@ class Saver:
         if not self._enter(facts.step, urgent):
             return None
         entered = self._clock()
-        try:
+        with self._slot():
+            stem, created_at = self._next_stem(facts.step), utc_stamp()
             snapshot = self._stager.capture(state)
-        except BaseException:
-            self._writer.give_back()
-            raise
         staged = self._clock()
-        stem, created_at = self._next_stem(facts.step), utc_stamp()
 
         def write() -> Saved | None:
             try:
@@ -161,13 +161,10 @@ class Saver:
         if not self._enter(facts.step, urgent):
             return None
         entered = self._clock()
-        stem = self._next_stem(facts.step)
-        try:
+        with self._slot():
+            stem, created_at = self._next_stem(facts.step), utc_stamp()
             prepared = take(self._tier, directory, stem, final=final)
-        except BaseException:
-            self._writer.give_back()
-            raise
-        taken, created_at = self._clock(), utc_stamp()
+        taken = self._clock()
 
         def write() -> Saved | None:
             def describe_all() -> Sequence[FileEntry]:
@@ -213,12 +210,24 @@ class Saver:
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
     def _enter(self, step: int, urgent: bool) -> bool:
+        if os.getpid() != self._owner:
+            self._watcher.skipped(step, "this process is a fork of the one that saves")
+            return False
         wait_s = 0.0 if self._rules.when_busy == "skip" and not urgent else self._rules.max_block_s
         if self._writer.acquire(wait_s):
             return True
         waited = f"after {wait_s:g} s" if wait_s else "and it is not waited for"
         self._watcher.skipped(step, f"the save before it is still being written {waited}")
         return False
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        """Give the writer's slot back if nothing comes of it: no save after that would ever get it."""
+        try:
+            yield
+        except BaseException:
+            self._writer.give_back()
+            raise
 
     def _next_stem(self, step: int) -> Stem:
         stem = Stem(self._attempt, step, self._seq, new_nonce())

@@ -40,8 +40,8 @@ class FailureBudget:
             raise ConfigError(f"action={self.action!r} is not known", hint="use 'warn' or 'stop'")
         for name in ("failures", "without_durable_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} would be used up at once", hint="give a positive number, or None")
+            if value is not None and (not isinstance(value, int | float) or not value > 0):
+                raise ConfigError(f"{name}={value!r} would be used up at once", hint="give a positive number, or None")
 
 
 class Alarm:

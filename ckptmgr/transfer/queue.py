@@ -70,8 +70,8 @@ class QueueRules:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not known", hint=f"use one of {', '.join(kinds)}")
         for name in ("max_bytes", "min_free_bytes", "max_block_s"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name}={value} makes no sense", hint="give a number that is not negative")
+            if value is not None and (not isinstance(value, int | float) or not value >= 0):
+                raise ConfigError(f"{name}={value!r} makes no sense", hint="give a number that is not negative")
 
     def floor_bytes(self, disk_bytes: int) -> int:
         """What must stay free of a disk of this size."""

@@ -222,7 +222,7 @@ class Supervisor:
     def _note_death(self, child: TransferProcess, code: int | None) -> None:
         self._deaths += 1
         told = f"the transfer process {child.pid} died ({_ending(code)})"
-        logger.error("%s; it uploaded to %s", told, self._task.url)
+        logger.error("%s; it uploaded to %s, and is started again", told, self._task.url)
         self._take(Failed(error=UploadError(told, hint="it is started again")))
 
     def _may_go_on(self) -> bool:
