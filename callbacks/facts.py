@@ -13,9 +13,14 @@ _log = logging.getLogger(__name__)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers, as floats: also from NumPy scalars and 0-d tensors; non-finite ones stay."""
+    """The metrics that are numbers, as floats: also from NumPy scalars and 0-d tensors; non-finite ones stay.
+
+    Without `epoch`, which Hugging Face's Trainer adds to them: a checkpoint has one already.
+    """
     found = {}
     for name, value in metrics.items():
+        if name == "epoch":
+            continue
         try:
             found[name] = float(value)
         except (TypeError, ValueError):

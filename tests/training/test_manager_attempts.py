@@ -156,7 +156,7 @@ class TestBegin:
             first.save(10, STATE)
             with manager() as second:
                 second.restore(STATE)
-                with pytest.raises(ConflictError, match="another process"):
+                with pytest.raises(ConflictError, match="this process is saving"):
                     second.begin()
         with manager() as third:
             third.restore(STATE)
