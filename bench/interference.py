@@ -180,16 +180,21 @@ def boto3_upload(server: NullS3, path: Path, cores: set[int], loop: str) -> Time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Per round: uploads of ours beside each loop, each loop alone, and boto3's uploads in a thread."""
+    """Per round: uploads of ours beside each loop, each loop alone, and boto3's uploads in a thread.
+
+    Attributes:
+        load: of the machine when it began: anything else that runs there takes from the loops, more at one time than at another.
+    """
 
     ours: Mapping[str, Sequence[Timed]]
     alone: Mapping[str, Sequence[Timed]]
     boto3: Mapping[str, Sequence[Timed]]
+    load: float
 
 
 def measure(size_mib: int, rounds: int, boto3_rounds: int, directory: Path) -> Measured:
     """All of it."""
-    cores = sorted(os.sched_getaffinity(0))
+    load, cores = os.getloadavg()[0], sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: this needs two cores: one for training, one for the transfer process and the server")
     others = {cores[1]}
@@ -215,6 +220,7 @@ def measure(size_mib: int, rounds: int, boto3_rounds: int, directory: Path) -> M
         ours={name: found[name] for name in RUN},
         alone={name: found[f"{name} alone"] for name in LOOPS},
         boto3=theirs,
+        load=load,
     )
 
 
@@ -261,7 +267,7 @@ def report(measured: Measured, size_mib: int, rounds: int) -> str:
             "",
             verdicts(ratios(measured), LIMITS),
             "",
-            f"{machine(PACKAGES)}.",
+            f"{machine(PACKAGES)}; load before {measured.load:.1f}.",
             "",
         ]
     )

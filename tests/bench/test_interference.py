@@ -60,6 +60,7 @@ def test_ratios_are_medians_over_rounds_of_what_was_measured_in_the_same_round(i
         },
         alone={"python": timed([1, 1, 1], [100, 100, 100]), "matmul": timed([1, 1, 1], [100, 200, 100])},
         boto3={},
+        load=0.0,
     )
     assert interference.ratios(measured) == {"python_loop_speed": 0.9, "matmul_loop_speed": 0.5, "upload_slowdown": 1.5}
 
