@@ -66,7 +66,7 @@ class CloseReport:
             "skipped": self.skipped,
             "dropped": self.dropped,
             "failed to save": self.save_failures,
-            "upload failures": self.upload_failures,
+            f"failed upload{'' if self.upload_failures == 1 else 's'}": self.upload_failures,
         }
         told = [f"{number} {what}" for what, number in troubles.items() if number]
         return ", ".join([f"{self.saved} saved", f"{self.committed} committed in the store", *told])

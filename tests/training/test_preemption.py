@@ -412,7 +412,9 @@ again = preemption.agreed()
 left = notice.deadline - time.monotonic()
 print(json.dumps({"edge": edge, "source": notice.source, "left": left, "save": preemption.save_wanted, "same": again == notice,
                   "alone": alone, "remaining": preemption.remaining_s()}))
+sys.stdout.flush()
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
 """
 
 
