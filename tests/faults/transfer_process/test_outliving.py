@@ -27,6 +27,7 @@ def test_what_a_killed_trainer_had_saved_is_committed_by_the_process_it_left(sce
     trainer("notify")
     assert held.reached.wait(DEADLINE_S)
     pid = scene.host()
+    os.kill(pid, signal.SIGTERM)  # to the whole job, which ends then: nothing that it has to obey later either
     trainer.kill()
     assert scene.is_running(pid)
     held.release()
@@ -108,16 +109,16 @@ def test_linger_0_leaves_with_the_trainer(scene: Scene) -> None:
 
 def test_it_lingers_until_the_store_is_back(scene: Scene) -> None:
     """An upload that had been given up for now is tried again soon: the process has no more than its linger time."""
-    down = scene.faults.add(Fault(method="PUT", status=503, code="SlowDown", times=4))
+    down = scene.faults.add(Fault(method="PUT", status=503, code="SlowDown", times=7))
     (stem,) = scene.save(100)
-    # Three tries each: the first upload fails, and a trainer would have it repeated after 1000 s.
+    # Three tries each: two uploads fail, and a trainer would have the second one repeated after 1000 s.
     trainer = scene.trainer(pause_s=1000)
     trainer("notify")
     assert down.reached.wait(DEADLINE_S)
     pid = scene.host()
     trainer.kill()
     assert scene.ends(pid)
-    assert down.hits == 4
+    assert down.hits == 7
     assert scene.manifests() == [str(stem)]
 
 

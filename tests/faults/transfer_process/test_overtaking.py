@@ -20,8 +20,9 @@ DEADLINE_S = 60.0
 def test_an_older_upload_that_waits_for_its_next_try_gives_way(scene: Scene, host: str) -> None:
     """The newest is committed first; the older one goes on later, without a byte of what was confirmed."""
     patient = RetryPolicy(attempts=10, base_s=1000.0, cap_s=1000.0, deadline_s=2000.0)
-    # Cut short, the wait is followed by one more try at once.
-    failing = scene.faults.add(Fault(method="PUT", key="*-000000000100-*/b.bin", status=503, code="SlowDown", times=2))
+    failing = scene.faults.add(
+        Fault(method="PUT", key="*-000000000100-*/b.bin", status=503, code="SlowDown", times=None)
+    )
     (older,) = scene.save(100)
     uploader = scene.uploader(retry=patient) if host == "process" else scene.in_thread(patient)
     uploader.notify()
@@ -29,10 +30,28 @@ def test_an_older_upload_that_waits_for_its_next_try_gives_way(scene: Scene, hos
     (newer,) = scene.save(200)
     uploader.notify()
     assert scene.wait_for(Committed).stem == newer
+    scene.faults.clear()
+    uploader.hurry()
     assert scene.wait_for(Committed).stem == older
     assert uploader.close(DEADLINE_S) == []
     assert scene.were_sent_once([older, newer])
     # It was told to give way: that is no failure.
+    assert uploader.poll_errors() == []
+
+
+@pytest.mark.parametrize("host", ["process", "thread"])
+def test_in_a_hurry_what_waits_for_its_next_try_is_tried_now(scene: Scene, host: str) -> None:
+    """The only one there is: it was to wait for up to a thousand seconds, and the machine has thirty."""
+    patient = RetryPolicy(attempts=10, base_s=1000.0, cap_s=1000.0, deadline_s=2000.0)
+    failing = scene.faults.add(Fault(method="PUT", key="*/b.bin", status=503, code="SlowDown"))
+    (stem,) = scene.save(100)
+    uploader = scene.uploader(retry=patient) if host == "process" else scene.in_thread(patient)
+    uploader.notify()
+    assert failing.reached.wait(DEADLINE_S)
+    uploader.hurry()
+    assert scene.wait_for(Committed).stem == stem
+    assert uploader.close(DEADLINE_S) == []
+    assert scene.were_sent_once([stem])
     assert uploader.poll_errors() == []
 
 
