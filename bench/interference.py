@@ -5,8 +5,8 @@
 Two loops stand for training: one of pure Python, and one of 128x128 matrix products on one thread, which takes the interpreter lock as often as small
 kernels do. The training process is pinned to one core; the transfer process that `CheckpointManager` starts, and a server that hashes nothing
 (`null_s3.c`), are pinned to another. Each round uploads a checkpoint of 1 GiB three times, each time in another order: beside nothing, beside the one
-loop, beside the other; and runs each loop alone. The checkpoint is committed locally before: the server holds its upload back until the loop begins,
-and the loop ends when the server has the manifest.
+loop, beside the other; each loop runs alone right before and after. The checkpoint is committed locally before: the server holds its upload back until
+the loop begins, and the loop ends when the server has the manifest.
 
 The last line of the output is a JSON object with the medians, over the rounds, of `python_loop_speed` and `matmul_loop_speed` (beside an upload,
 as a share of alone), and of `upload_slowdown` (time beside a loop to time beside nothing, for the worse of the two loops).
@@ -22,11 +22,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter, process_time, sleep, thread_time
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ LIMITS = {
 LOOPS = ("python", "matmul")
 TITLES = {"idle": "nothing", "python": "a Python loop", "matmul": "a loop of 128x128 products"}
 PACKAGES = ("ckptmgr", "torch", "boto3", "awscrt")
-ALONE_S = 1.0
+ALONE_S = 0.5
 DEADLINE_S = 120.0
 MIB = 1 << 20
 
@@ -80,18 +80,28 @@ RUN = {"idle": no_loop, "python": python_loop, "matmul": matmul_loop}
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An upload beside a loop: its seconds, and the loop's turns in a second."""
+    """An upload beside a loop.
+
+    Attributes:
+        seconds: that it took.
+        speed: turns of the loop in a second.
+        alone: the same just before and after, with nothing beside it.
+        threads: CPU seconds in a second that other threads of the training process took.
+    """
 
     seconds: float
     speed: float
+    alone: float = 0.0
+    threads: float = 0.0
 
 
 def beside(loop: str, goes_on: Callable[[], bool]) -> Timed:
     """Run `loop` for as long as `goes_on` says."""
-    start = perf_counter()
+    start, all_cpu, own_cpu = perf_counter(), process_time(), thread_time()
     turns = RUN[loop](goes_on)
     seconds = perf_counter() - start
-    return Timed(seconds, turns / seconds)
+    others_cpu = (process_time() - all_cpu) - (thread_time() - own_cpu)
+    return Timed(seconds, turns / seconds, threads=others_cpu / seconds)
 
 
 def until_commit(server: NullS3, timeout_s: float) -> Callable[[], bool]:
@@ -100,9 +110,14 @@ def until_commit(server: NullS3, timeout_s: float) -> Callable[[], bool]:
     return lambda: server.commits == before and monotonic() < end
 
 
-def alone(server: NullS3, loop: str) -> Timed:
-    """Run `loop` with nothing beside it."""
-    return beside(loop, until_commit(server, ALONE_S))
+def compared(server: NullS3, loop: str, upload: Callable[[], Timed]) -> Timed:
+    """What `upload` measures, and the loop alone before and after: whatever else slows the machine for a while slows them alike."""
+    if loop == "idle":
+        return upload()
+    before = beside(loop, until_commit(server, ALONE_S))
+    timed = upload()
+    after = beside(loop, until_commit(server, ALONE_S))
+    return replace(timed, alone=(before.speed + after.speed) / 2)
 
 
 class Ours:
@@ -128,11 +143,15 @@ class Ours:
         server.hold()
         self._manager.save(self._step, self._state, wait=True)
         server.wait_for_held(DEADLINE_S)
-        goes_on = until_commit(server, DEADLINE_S)
-        server.let_go()
-        timed = beside(loop, goes_on)
-        self._settle()
-        return timed
+
+        def upload() -> Timed:
+            goes_on = until_commit(server, DEADLINE_S)
+            server.let_go()
+            timed = beside(loop, goes_on)
+            self._settle()
+            return timed
+
+        return compared(server, loop, upload)
 
     def _settle(self) -> None:
         end = monotonic() + DEADLINE_S
@@ -171,23 +190,25 @@ def boto3_upload(server: NullS3, path: Path, cores: set[int], loop: str) -> Time
         client.upload_file(str(path), BUCKET, path.name)
         over.set()
 
-    thread = threading.Thread(target=upload)
-    thread.start()
-    timed = beside(loop, lambda: not over.is_set())
-    thread.join()
-    return timed
+    def timed() -> Timed:
+        thread = threading.Thread(target=upload)
+        thread.start()
+        found = beside(loop, lambda: not over.is_set())
+        thread.join()
+        return found
+
+    return compared(server, loop, timed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Per round: uploads of ours beside each loop, each loop alone, and boto3's uploads in a thread.
+    """Per round: uploads of ours beside each loop, and boto3's in a thread.
 
     Attributes:
         load: of the machine when it began: anything else that runs there takes from the loops, more at one time than at another.
     """
 
     ours: Mapping[str, Sequence[Timed]]
-    alone: Mapping[str, Sequence[Timed]]
     boto3: Mapping[str, Sequence[Timed]]
     load: float
 
@@ -205,10 +226,8 @@ def measure(size_mib: int, rounds: int, boto3_rounds: int, directory: Path) -> M
         torch.set_num_threads(1)
         ours = Ours(server, directory, size_mib, others)
         actions: dict[str, Callable[[], Timed]] = {name: partial(ours.upload, name) for name in RUN}
-        actions |= {f"{name} alone": partial(alone, server, name) for name in LOOPS}
-        found = interleaved(actions, rounds)
+        found, theirs = interleaved(actions, rounds), dict[str, list[Timed]]()
         ours.close()
-        theirs = dict[str, list[Timed]]()
         if boto3_rounds:
             path = directory / "file"
             with path.open("wb") as file:
@@ -216,17 +235,12 @@ def measure(size_mib: int, rounds: int, boto3_rounds: int, directory: Path) -> M
                     file.write(os.urandom(MIB))
             beside_boto3 = {name: partial(boto3_upload, server, path, others, name) for name in RUN}
             theirs = interleaved(beside_boto3, boto3_rounds, warm_up=False)
-    return Measured(
-        ours={name: found[name] for name in RUN},
-        alone={name: found[f"{name} alone"] for name in LOOPS},
-        boto3=theirs,
-        load=load,
-    )
+    return Measured(ours=found, boto3=theirs, load=load)
 
 
-def speed(uploads: Mapping[str, Sequence[Timed]], alone: Mapping[str, Sequence[Timed]], loop: str) -> float:
+def speed(uploads: Mapping[str, Sequence[Timed]], loop: str) -> float:
     """Median over the rounds of the loop's speed beside an upload, as a share of its speed alone."""
-    return median(one.speed / other.speed for one, other in zip(uploads[loop], alone[loop], strict=False))
+    return median(one.speed / one.alone for one in uploads[loop])
 
 
 def slowdown(uploads: Mapping[str, Sequence[Timed]], loop: str) -> float:
@@ -236,7 +250,7 @@ def slowdown(uploads: Mapping[str, Sequence[Timed]], loop: str) -> float:
 
 def ratios(measured: Measured) -> dict[str, float]:
     """The numbers that have a limit."""
-    found = {f"{loop}_loop_speed": round(speed(measured.ours, measured.alone, loop), 3) for loop in LOOPS}
+    found = {f"{loop}_loop_speed": round(speed(measured.ours, loop), 3) for loop in LOOPS}
     return {**found, "upload_slowdown": round(max(slowdown(measured.ours, loop) for loop in LOOPS), 3)}
 
 
@@ -246,9 +260,10 @@ def report(measured: Measured, size_mib: int, rounds: int) -> str:
     for title, uploads in (("transfer process", measured.ours), ("boto3 in a thread", measured.boto3)):
         for loop, timed in uploads.items():
             seconds = median(one.seconds for one in timed)
-            share = "" if loop == "idle" else f"{speed(uploads, measured.alone, loop):.1%}"
-            rows.append(f"| {title} | {TITLES[loop]} | {seconds:.2f} | {share} |")
-    turns = [f"{median(one.speed for one in measured.alone[loop]):.0f} turns/s of {TITLES[loop]}" for loop in LOOPS]
+            share = "" if loop == "idle" else f"{speed(uploads, loop):.1%}"
+            threads = f"{median(one.threads for one in timed):.1%}"
+            rows.append(f"| {title} | {TITLES[loop]} | {seconds:.2f} | {share} | {threads} |")
+    turns = [f"{median(one.alone for one in measured.ours[loop]):.0f} turns/s of {TITLES[loop]}" for loop in LOOPS]
     how = (
         f"`python bench/interference.py --rounds {rounds}`: {size_mib} MiB to a server that hashes nothing. Training on one core, "
         f"the transfer process (or boto3's threads) and the server on another; medians of {rounds} interleaved rounds."
@@ -259,8 +274,8 @@ def report(measured: Measured, size_mib: int, rounds: int) -> str:
             "",
             how,
             "",
-            "| upload by | beside | upload, s | speed of the loop |",
-            "| --- | --- | ---: | ---: |",
+            "| upload by | beside | upload, s | speed of the loop | CPU of other threads there |",
+            "| --- | --- | ---: | ---: | ---: |",
             *rows,
             "",
             f"Alone: {', '.join(turns)}.",

@@ -49,16 +49,15 @@ def test_one_round_with_a_real_transfer_process_ends_with_the_ratios(
 def test_ratios_are_medians_over_rounds_of_what_was_measured_in_the_same_round(interference: ModuleType) -> None:
     """A loop's speed beside an upload to its speed alone; the upload's time beside the worse loop to its time beside nothing."""
 
-    def timed(seconds: Sequence[float], speeds: Sequence[float]) -> list[Any]:
-        return [interference.Timed(*pair) for pair in zip(seconds, speeds, strict=True)]
+    def timed(seconds: Sequence[float], speeds: Sequence[float], alone: Sequence[float]) -> list[Any]:
+        return [interference.Timed(*values) for values in zip(seconds, speeds, alone, strict=True)]
 
     measured = interference.Measured(
         ours={
-            "idle": timed([1, 2, 10], [0, 0, 0]),
-            "python": timed([1, 2.2, 20], [50, 90, 99]),
-            "matmul": timed([1.5, 3, 10], [100, 100, 10]),
+            "idle": timed([1, 2, 10], [0, 0, 0], [0, 0, 0]),
+            "python": timed([1, 2.2, 20], [50, 90, 99], [100, 100, 100]),
+            "matmul": timed([1.5, 3, 10], [100, 100, 10], [100, 200, 100]),
         },
-        alone={"python": timed([1, 1, 1], [100, 100, 100]), "matmul": timed([1, 1, 1], [100, 200, 100])},
         boto3={},
         load=0.0,
     )
