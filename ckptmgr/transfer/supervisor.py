@@ -142,10 +142,12 @@ class Supervisor:
                 return life.refused
             if self._let_go or (life.ended and self._closing):
                 return None
-            self._note_death(child, code)
+            if life.hung:
+                return f"a transfer process did not answer for {_READY_S:g} s; see {LOG_FILE} in the local tier"
             self._unready = 0 if life.ready else self._unready + 1
-            if life.hung or self._unready == _UNREADY:
-                return f"a transfer process does not start ({_ending(code)}), see {LOG_FILE} in {self._task.local_dir}"
+            if self._unready == _UNREADY:
+                return f"a transfer process does not start ({_ending(code)})"
+            self._note_death(child, code)
             if not self._may_go_on():
                 return None
         return None

@@ -92,4 +92,4 @@ def test_an_interpreter_that_never_answers_is_given_up(
     other.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(other))
     monkeypatch.setattr("ckptmgr.transfer.supervisor._READY_S", 0.5)
-    in_the_thread(scene, scene.uploader(), caplog, "does not start")
+    in_the_thread(scene, scene.uploader(), caplog, "did not answer for 0.5 s")
