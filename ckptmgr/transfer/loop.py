@@ -212,6 +212,10 @@ class ReplicationLoop:
     def _failed(self, manifest: Manifest, error: CkptmgrError) -> None:
         """An upload has given up for now, unless that was to give way, or because everything ends."""
         if self._has_given_way():
+            if not self._stop.is_set():
+                # It was in trouble. Saves that come faster than tries are given up would otherwise hide a store that is down.
+                self._fail(error, manifest.stem)
+                logger.warning("step %d is not in %s yet, others go first: %s", manifest.step, self._target.url, error)
             raise UploadInterrupted from error
         self._fail(error, manifest.stem)
         if isinstance(error, SourceChangedError):

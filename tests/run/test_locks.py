@@ -74,7 +74,7 @@ def test_a_second_process_cannot_save_into_a_tier(tmp_path: Path) -> None:
     first = LocalTier.open_or_create(tmp_path / "tier", uuid="u")
     second = LocalTier.open(tmp_path / "tier")
     first.hold()
-    with pytest.raises(ConflictError, match="another process is saving"):
+    with pytest.raises(ConflictError, match="is saving into"):
         second.hold()
     first.release()
     second.hold()
