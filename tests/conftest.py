@@ -237,3 +237,23 @@ def push_steps(
         return ids
 
     return push
+
+
+@pytest.fixture
+def disk_of(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a file system of so many KiB: `disk_of(1024)`, or `disk_of(1024, "name")` below `tmp_path`."""
+    mounted: list[Path] = []
+
+    def make(size_kib: int, name: str | None = None) -> Path:
+        directory = tmp_path / (name or f"disk-{len(mounted)}")
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k,nr_inodes=2k", "tmpfs", str(directory)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False) if os.geteuid() == 0 else None
+        if made is None or made.returncode != 0:
+            pytest.skip(f"no file system can be mounted here: {'not root' if made is None else made.stderr.strip()}")
+        mounted.append(directory)
+        return directory
+
+    yield make
+    for directory in mounted:
+        subprocess.run(["umount", "-l", str(directory)], check=True)

@@ -100,14 +100,23 @@ def exclusive(run_uuid: str, stem: object, purpose: Purpose) -> Iterator[bool]:
 
 def is_held(run_uuid: str, stem: object, purpose: Purpose) -> bool:
     """Whether somebody on this machine holds it alone, just now; to be shown, not to be relied on."""
+    return is_locked(_lock_dir(run_uuid) / f"{stem}.{purpose}")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds the lock file at `path` alone, just now. False if there is none.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     try:
-        fd = os.open(_lock_dir(run_uuid) / f"{stem}.{purpose}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
         # Shared: two that look at once do not take each other for a holder.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         return True
     finally:
         os.close(fd)

@@ -229,8 +229,8 @@ class Session(Watcher):
         self._metrics.record("skip", step=step, why=why)
 
     def dropped(self, room: Room) -> None:
+        self.uploader.tally.dropped(len(room.dropped))
         for stem in room.dropped:
-            self.uploader.tally.dropped(stem)
             self._metrics.record("drop", id=str(stem), step=stem.step)
 
     # --- what becomes of uploads (uploader thread) ------------------------------------------------------------------------

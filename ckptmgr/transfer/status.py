@@ -306,17 +306,9 @@ class TransferFile:
         if self._fd is not None:
             return True
         try:
-            fd = os.open(self._root / _LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            return locks.is_locked(self._root / _LOCK_FILE)
         except OSError:
             return False
-        try:
-            # Shared: two readers at once must not take each other for a host.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
-        return False
 
     def _replace(self, document: Mapping[str, Any]) -> None:
         # Named like every temporary file, so that the next start removes what a kill leaves.

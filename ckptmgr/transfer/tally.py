@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from ckptmgr.core.layout import Stem
 from ckptmgr.run.identity import utc_now
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.messages import Committed, Event, Failed, Moved
@@ -40,10 +39,10 @@ class Tally:
                 self._failures += event.stem is not None
                 self._last_error = str(event.error)
 
-    def dropped(self, stem: Stem) -> None:
-        """A save gave way to newer ones without having been in the store."""
+    def dropped(self, count: int) -> None:
+        """So many saves gave way to newer ones without having been in the store."""
         with self._lock:
-            self._dropped += 1
+            self._dropped += count
 
     def progress(self, host: str) -> UploadStatus:
         """The numbers, without a look at the queue."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,9 @@ WEIGHTS = 40_000  # float32: 160 kB a save, besides the random states
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(disk_of: Callable[..., Path]) -> Path:
     """A file system of 1 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=2k", "tmpfs", str(directory)]
-    made = subprocess.run(mount, capture_output=True, text=True, check=False) if os.geteuid() == 0 else None
-    if made is None or made.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {'not root' if made is None else made.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+    return disk_of(1024, "small")
 
 
 def fill(disk: Path, *, leaving_bytes: int) -> Path:

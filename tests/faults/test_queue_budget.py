@@ -52,26 +52,6 @@ def whole(tier: LocalTier) -> list[int]:
     return [stem.step for stem in sorted(manifests)]
 
 
-@pytest.fixture
-def disk_of(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Makes a file system of so many KiB."""
-    mounted: list[Path] = []
-
-    def make(size_kib: int) -> Path:
-        directory = tmp_path / f"disk-{len(mounted)}"
-        directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k,nr_inodes=2k", "tmpfs", str(directory)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False) if os.geteuid() == 0 else None
-        if made is None or made.returncode != 0:
-            pytest.skip(f"no file system can be mounted here: {'not root' if made is None else made.stderr.strip()}")
-        mounted.append(directory)
-        return directory
-
-    yield make
-    for directory in mounted:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 class Down:
     """A store whose uploads are held, and then fail, until it is up."""
 
