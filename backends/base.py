@@ -1,7 +1,7 @@
 """What a store can do: the whole interface between ckptmgr and storage.
 
 A backend *is* an fsspec filesystem. Above this package only these fsspec verbs are used: `pipe_file`, `put_file`, `get_file`,
-`cat_file`, `cp_file`, `info`, `exists`, `find`, `ls`, `rm_file`, `rmdir`, plus four of ours, `capabilities`, `rm_files`, `stored_crc` and `abort_upload`. Paths
+`cat_file`, `cp_file`, `info`, `exists`, `find`, `ls`, `rm_file`, `rmdir`, plus six of ours, `capabilities`, `rm_files`, `stored_crc`, `abort_upload`, `list_uploads` and `bucket_facts`. Paths
 have no protocol: `bucket/key` on object stores, an absolute path on local disk. `//` and trailing slashes are never part of a key.
 
 Contract, for every implementation (the suite is `ckptmgr.testing.contract`):
@@ -44,6 +44,35 @@ class Capabilities:
     create_only: bool
     stored_crc: CrcKind | None
     is_local: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingUpload:
+    """A multipart upload that was begun and neither completed nor aborted; its parts are paid for and seen by nobody.
+
+    Attributes:
+        path: the object that it would become.
+        started_s: seconds since 1970 by the store's clock; None when the store does not say.
+    """
+
+    path: str
+    upload_id: str
+    started_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketFacts:
+    """What a bucket is set to do by itself, as far as these credentials may ask; None means unknown.
+
+    Attributes:
+        versioning: `enabled` and `suspended` keep what is deleted; OSS ignores create-only on both.
+        abort_days: the bucket's rule drops multipart uploads that are older; 0: there is no such rule.
+        expires: whether a rule deletes objects by age.
+    """
+
+    versioning: Literal["off", "enabled", "suspended"] | None = None
+    abort_days: int | None = None
+    expires: bool | None = None
 
 
 class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
@@ -190,6 +219,14 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
 
     def abort_upload(self, path: str, upload_id: str) -> None:
         """Throw away the parts of an upload to `path` that a `PartJournal` tells of; one that the store does not know is fine."""
+
+    def list_uploads(self, path: str) -> list[PendingUpload]:
+        """The multipart uploads under way below `path` (whole path components); none where a store has no such thing."""
+        return []
+
+    def bucket_facts(self, path: str) -> BucketFacts:
+        """What the bucket of `path` is set to do by itself. What may not be asked is None; nothing is raised for that."""
+        return BucketFacts()
 
     def rm_files(self, paths: Sequence[str]) -> None:
         """Remove many objects, as few requests as the store allows. Those already gone are fine.

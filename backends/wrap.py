@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptmgr.backends.base import Backend, Capabilities, CrcKind, WriteMode
+from ckptmgr.backends.base import Backend, BucketFacts, Capabilities, CrcKind, PendingUpload, WriteMode
 from ckptmgr.core.checksums import Digests
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ class WrappedBackend(Backend):
 
     def abort_upload(self, path: str, upload_id: str) -> None:
         return self._around("abort_upload", path, lambda: self.inner.abort_upload(path, upload_id))
+
+    def list_uploads(self, path: str) -> list[PendingUpload]:
+        return self._around("list_uploads", path, lambda: self.inner.list_uploads(path))
+
+    def bucket_facts(self, path: str) -> BucketFacts:
+        return self._around("bucket_facts", path, lambda: self.inner.bucket_facts(path))
 
     def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
         return self._around("get_file", rpath, lambda: self.inner.get_file(rpath, lpath, callback, **kwargs))
