@@ -1,26 +1,21 @@
-"""`ls`, `show`, `verify`: look, change nothing."""
+"""`ls`, `show`: look, change nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptmgr.cli.command import Command
-from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, progress, size, warn, when
+from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, size, warn, when
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
 
 if TYPE_CHECKING:
-    from ckptmgr.core.history import History
-    from ckptmgr.core.layout import Stem
     from ckptmgr.core.manifest import Manifest
-    from ckptmgr.core.selectors import Selector
     from ckptmgr.run.overview import Row, RunOverview, RunRow
-    from ckptmgr.run.verify import Damage
 
 # Of a table that is too wide, the reasons go first, then the epoch, then the metrics from the right; the first metric stays longer than the time.
 _METRIC_COLUMNS, _LEAVE_METRIC = 6, 18
@@ -31,22 +26,11 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="The URL of the run.")]
 _LS_EPILOG = """Exit codes: 0 done, also when something is shown as damaged; 3 there is neither a run nor a store of runs; 4 the store, or one
 of its runs, could not be looked at."""
 _SHOW_EPILOG = "Exit codes: 0 done; 3 nothing matches; 4 the store could not be asked; 5 its manifest is damaged."
-_VERIFY_EPILOG = """\b
-Examples:
-  ckptmgr verify s3://bucket/exp/run               every byte of every checkpoint
-  ckptmgr verify s3://bucket/exp/run --quick       what the store itself knows
-  ckptmgr verify s3://bucket/exp/run latest
-  ckptmgr verify ./run/checkpoint-500              a directory made by resume
-
-Exit codes: 0 no damage; 3 nothing there; 4 the store could not be asked; 5 damage, each piece named."""
 
 
 def register(app: typer.Typer) -> None:
     app.command("ls", cls=Command, epilog=_LS_EPILOG, short_help="List a run's checkpoints, or a store's runs.")(ls)
     app.command("show", cls=Command, epilog=_SHOW_EPILOG, short_help="Show one checkpoint.")(show)
-    app.command("verify", cls=Command, epilog=_VERIFY_EPILOG, short_help="Check stored bytes against manifests.")(
-        verify
-    )
 
 
 # --- ls -------------------------------------------------------------------------------------------------------------------
@@ -248,96 +232,3 @@ def show(
     for entry in manifest.files:
         table.add(entry.path, entry.role, size(entry.size), entry.blake3)
     show_table(table)
-
-
-# --- verify ---------------------------------------------------------------------------------------------------------------
-
-
-def verify(
-    url: Annotated[
-        str, typer.Argument(metavar="RUN|DIR", help="A run, or a directory made by `ckptmgr resume`, or its one file.")
-    ],
-    selector: Annotated[
-        str | None, typer.Argument(metavar="SELECTOR", help=f"Only this one: {SELECTOR_HELP} Default: all of RUN.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Ask the store for presence, size and checksum; download nothing.")
-    ] = False,
-    sample: Annotated[
-        str | None,
-        typer.Option("--sample", metavar="P%", help="Read this share of the files in full, ask about the rest."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
-    from ckptmgr.backends.registry import normalize_url
-    from ckptmgr.core.errors import ConfigError
-    from ckptmgr.core.layout import RUN_FILE
-    from ckptmgr.core.selectors import parse_selector
-    from ckptmgr.run.directory import RunDirectory
-    from ckptmgr.run.verify import Depth, verify_directory, verify_run
-
-    if quick and sample is not None:
-        raise ConfigError("--quick and --sample exclude each other", hint="give one of them")
-    depth = Depth(quick=quick, sample=None if sample is None else _share(sample))
-    place = normalize_url(url)
-    local = Path(place.removeprefix("file://"))
-    if place.startswith("file://") and local.exists() and not (local / RUN_FILE).exists():
-        if selector is not None or quick or sample is not None:
-            raise ConfigError(
-                f"{local} is not a run but a restored checkpoint, of which verify reads everything",
-                hint="leave the selector, --quick and --sample out",
-            )
-        manifest, damage = verify_directory(local)
-        _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id})")
-        return
-    chosen = None if selector is None else parse_selector(selector)
-    run = RunDirectory.open(url)
-    history = run.history()
-    stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
-    total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
-    with progress("verifying", 0 if quick else total) as moved:
-        damage = verify_run(run, history, stems, depth, tick=lambda entry: moved(entry.size))
-    _emit_damage(len(stems), damage, as_json=as_json, where=run.url)
-
-
-def _meant(history: History, selector: Selector) -> Stem:
-    """The one checkpoint to verify; one whose manifest cannot be read is damage to report, not an error of its own."""
-    meant = history.meant(selector)
-    return meant if meant is not None and meant in history.broken else history.choose(selector).stem
-
-
-def _share(text: str) -> float:
-    from ckptmgr.core.errors import ConfigError
-
-    try:
-        percent = float(text.removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 0 < percent <= 100:
-        raise ConfigError(f"--sample {text!r} is not a percentage", hint="give for instance --sample 10%")
-    return percent / 100
-
-
-def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: str) -> None:
-    if as_json:
-        found = [{"id": str(item.stem), "step": item.stem.step, "file": item.file, "why": item.why} for item in damage]
-        emit_json({"checked": checked, "damaged": found})
-    elif not damage:
-        emit(f"{where}: {count(checked, 'checkpoint')} checked, no damage")
-    else:
-        table = Table(
-            Column(title="step", right=True),
-            Column(title="file"),
-            Column(title="what is wrong"),
-            Column(title="id"),
-        )
-        for item in damage:
-            table.add(str(item.stem.step), item.file, item.why, str(item.stem))
-        show_table(table)
-    if damage:
-        hurt = {item.stem for item in damage}
-        fail(
-            f"{where}: {len(hurt)} of {count(checked, 'checkpoint')} damaged - `ckptmgr resume` passes over such a one"
-        )
-        raise typer.Exit(5)
