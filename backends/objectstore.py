@@ -13,6 +13,7 @@ from ckptmgr.backends.base import CrcKind, WriteMode, raise_failed
 from ckptmgr.backends.localfile import SourceFile, open_target
 from ckptmgr.backends.objectrequests import Stored
 from ckptmgr.backends.objectupload import ObjectUpload, ObjectUploads
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.parts import PART_BYTES, PartJournal, PartPlan, closing_fd, download_parts, plan_parts
 from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier
@@ -35,27 +36,34 @@ class ObjectStoreBackend(ObjectUploads):
 
     Args:
         retrier: tries single parts again; whole calls are `RetryingBackend`'s business.
-        multipart_threshold: files larger than this many bytes go up in parts.
-        part_bytes: bytes per part.
+        multipart_threshold: files larger than this many bytes go up in parts; larger than a part of `store_options` if None.
+        part_bytes: bytes per part; those of `store_options` if None.
         workers: parts under way at a time, a block of each in memory.
         page_size: keys per listing request, at most 1000.
         max_single_copy: objects larger than this many bytes are copied in parts.
+        store_options: what the user says about the store; `StoreOptions()` if None.
+
+    Attributes:
+        store_options: as given.
     """
 
     def __init__(
         self,
         *,
         retrier: Retrier | None = None,
-        multipart_threshold: int = PART_BYTES,
-        part_bytes: int = PART_BYTES,
+        multipart_threshold: int | None = None,
+        part_bytes: int | None = None,
         workers: int = 4,
         page_size: int = 1000,
         max_single_copy: int = _MAX_SINGLE_COPY,
+        store_options: StoreOptions | None = None,
     ) -> None:
         super().__init__()
+        self.store_options = store_options or StoreOptions()
         self._retrier = retrier or Retrier()
-        self._multipart_threshold = multipart_threshold
-        self._part_bytes = part_bytes
+        asked = self.store_options.part_bytes or PART_BYTES
+        self._part_bytes = part_bytes or asked
+        self._multipart_threshold = asked if multipart_threshold is None else multipart_threshold
         self._workers = workers
         self._page_size = page_size
         self._max_single_copy = max_single_copy

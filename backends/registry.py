@@ -11,6 +11,7 @@ from collections.abc import Callable
 import fsspec
 
 from ckptmgr.backends.base import Backend
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.retry import INTERACTIVE, Retrier, RetryingBackend, RetryPolicy
 from ckptmgr.core.errors import ConfigError, MissingExtraError
 
@@ -27,6 +28,7 @@ def open_store(
     retry: bool = True,
     policy: RetryPolicy = INTERACTIVE,
     stop: threading.Event | None = None,
+    options: StoreOptions | None = None,
 ) -> tuple[Backend, str]:
     """The backend for `url`, and the path of `url` in it: no protocol, no trailing slash. Makes no request.
 
@@ -35,14 +37,15 @@ def open_store(
         retry: try transient failures again.
         policy: how often; also for the single parts of a large upload.
         stop: when set, retries end at once.
+        options: how the store is to be used; what the `CKPTMGR_*` variables say if None.
 
     Raises:
-        ConfigError: the URL is malformed, carries credentials or a query, or has a scheme nobody knows.
+        ConfigError: the URL is malformed, carries credentials or a query, or has a scheme nobody knows; or a variable is wrong.
         MissingExtraError: the scheme needs a package that is not installed.
     """
     scheme, path = _split(url)
     retrier = Retrier(policy if retry else RetryPolicy(attempts=1), stop=stop)
-    backend = _backend(scheme, retrier)
+    backend = _backend(scheme, retrier, StoreOptions.from_env() if options is None else options)
     # As the filesystem itself writes its paths, so that what it lists begins with this one (memory:// has a leading slash).
     path = backend._strip_protocol(path)
     return (RetryingBackend(backend, retrier) if retry else backend), path
@@ -132,15 +135,15 @@ def _bucket_path(scheme: str, rest: str) -> str:
     return absolute + "/".join(parts)
 
 
-def _backend(scheme: str, retrier: Retrier) -> Backend:
+def _backend(scheme: str, retrier: Retrier, options: StoreOptions) -> Backend:
     if scheme == "file":
         from ckptmgr.backends.local import LocalBackend
 
         return LocalBackend()
     if scheme == "s3":
-        return _with_extra("s3", lambda: _s3(retrier))
+        return _with_extra("s3", lambda: _s3(retrier, options))
     if scheme == "oss":
-        return _with_extra("oss", lambda: _oss(retrier))
+        return _with_extra("oss", lambda: _oss(retrier, options))
     if scheme not in _schemes():
         close = difflib.get_close_matches(scheme, _schemes(), n=1)
         raise ConfigError(
@@ -153,16 +156,16 @@ def _backend(scheme: str, retrier: Retrier) -> Backend:
     return open_generic(scheme)
 
 
-def _s3(retrier: Retrier) -> Backend:
+def _s3(retrier: Retrier, options: StoreOptions) -> Backend:
     from ckptmgr.backends.s3 import S3Backend
 
-    return S3Backend(retrier=retrier)
+    return S3Backend(retrier=retrier, store_options=options)
 
 
-def _oss(retrier: Retrier) -> Backend:
+def _oss(retrier: Retrier, options: StoreOptions) -> Backend:
     from ckptmgr.backends.oss import OSSBackend
 
-    return OSSBackend(retrier=retrier)
+    return OSSBackend(retrier=retrier, store_options=options)
 
 
 def _with_extra(extra: str, make: Callable[[], Backend]) -> Backend:
