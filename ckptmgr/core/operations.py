@@ -5,17 +5,33 @@ An operation that fails is answered by throwing the error into the protocol that
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class PutFile:
     """Upload the source of `entry` to `key`, checked against its digests on the way and in the store. Result: None."""
 
+    key: str
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFile:
+    """Copy the object at `source` to `key` within the store, and prove there that it holds the bytes of `entry`.
+
+    Result: True; False if that cannot be done, for whatever reason: then the file has to be sent.
+    """
+
+    source: str
     key: str
     entry: FileEntry
 
@@ -86,4 +102,40 @@ class Record:
     path: str = ""
 
 
-Operation: TypeAlias = PutFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Protocols that concern different keys, and so may go in any order and side by side; with each the number of bytes that it moves.
+
+    Result: None, once all have ended. The first error is thrown; the others are then ended where they are, or have not begun.
+    """
+
+    parts: tuple[tuple[int, Generator[Operation, Any, None]], ...]
+
+
+Operation: TypeAlias = (
+    "PutFile | CopyFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record | Together"
+)
+
+
+def one_by_one(protocol: Generator[Operation, Any, _T], *, backwards: bool = False) -> Generator[Operation, Any, _T]:
+    """`protocol` with the parts of each `Together` done one after the other: for drivers that do one thing at a time.
+
+    Args:
+        backwards: the last part first.
+    """
+    answer: Any = None
+    failure: CkptmgrError | None = None
+    while True:
+        try:
+            operation = protocol.throw(failure) if failure is not None else protocol.send(answer)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        answer = failure = None
+        try:
+            if isinstance(operation, Together):
+                for _, part in reversed(operation.parts) if backwards else operation.parts:
+                    yield from one_by_one(part, backwards=backwards)
+            else:
+                answer = yield operation
+        except CkptmgrError as error:
+            failure = error

@@ -29,19 +29,39 @@ longer ago than half of gc's grace goes on under a new stem (`is_stale`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptmgr.core.errors import ConflictError, IntegrityError, ManifestError, ObjectExistsError, TransientBackendError
+from ckptmgr.core.errors import (
+    CkptmgrError,
+    ConflictError,
+    IntegrityError,
+    ManifestError,
+    ObjectExistsError,
+    TransientBackendError,
+)
 from ckptmgr.core.layout import (
     Stem,
     data_key,
     data_prefix,
     manifest_key,
 )
-from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest, encode_closing, encode_manifest
-from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
+from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, decode_manifest, encode_closing, encode_manifest
+from ckptmgr.core.operations import (
+    CopyFile,
+    Create,
+    Delete,
+    Fetch,
+    IsStored,
+    ListKeys,
+    Operation,
+    PutFile,
+    Read,
+    Record,
+    Replace,
+    Together,
+)
 
 GC_GRACE_S = 7 * 24 * 3600.0
 CLOSING_KEPT_S = 30 * 24 * 3600.0
@@ -72,6 +92,7 @@ def replicate(
     confirmed: Iterable[str] = (),
     resumed: bool = False,
     stale_at: str | None = None,
+    copies: Mapping[str, str] | None = None,
 ) -> Generator[Operation, Any, Committed | Dropped]:
     """Make a locally complete checkpoint durable in the store: data, then the create-only manifest, then the local record.
 
@@ -84,6 +105,8 @@ def replicate(
         resumed: an earlier try may have got further than the journal knows: look before sending.
         stale_at: the present time, ISO 8601, if the earlier try began so long ago (`is_stale`) that gc may be about to take its name. The
             name is then closed as gc would do, unless it proves to be committed, or pruned since, and the upload goes on under a new one.
+        copies: path -> key of an object of another checkpoint that should hold the same bytes. They are copied within the store, so that each
+            checkpoint stays whole by itself; where that fails, or cannot be proven, the file is sent.
 
     Raises:
         ConflictError: another checkpoint is committed under this stem.
@@ -105,13 +128,13 @@ def replicate(
         elif resumed:
             verdict = judge((yield Read(key)))
         if verdict == "absent":
-            for entry in manifest.files:
-                if entry.path in done:
-                    continue
-                target = data_key(manifest.stem, entry.path)
-                if not (resumed and (yield IsStored(target, entry))):
-                    yield PutFile(target, entry)
-                yield Record("confirmed", manifest.stem, entry.path)
+            yield Together(
+                tuple(
+                    (entry.size, _store(manifest.stem, entry, look=resumed, copy_of=(copies or {}).get(entry.path)))
+                    for entry in manifest.files
+                    if entry.path not in done
+                )
+            )
             verdict = yield from create_settled(key, body, judge, won="own")
         if verdict == "own":
             yield Record("uploaded", manifest.stem)
@@ -124,6 +147,17 @@ def replicate(
         manifest = manifest.renamed(manifest.stem.renamed(new_nonce()))
         done, resumed, stale_at = set(), False, None
         yield Record("renamed", manifest.stem)
+
+
+def _store(stem: Stem, entry: FileEntry, *, look: bool, copy_of: str | None) -> Generator[Operation, Any, None]:
+    """Bring one file to its place under `stem`."""
+    key = data_key(stem, entry.path)
+    there = look and (yield IsStored(key, entry))
+    if not there and copy_of is not None:
+        there = yield CopyFile(copy_of, key, entry)
+    if not there:
+        yield PutFile(key, entry)
+    yield Record("confirmed", stem, entry.path)
 
 
 def is_stale(began_at_s: float, now_s: float, grace_s: float = GC_GRACE_S) -> bool:
@@ -263,18 +297,32 @@ def fetch(stem: Stem, run_uuid: str, *, first: str = "") -> Generator[Operation,
         return Unusable(stem, str(exc), key)
     if isinstance(manifest, Unusable):
         return manifest
-    for entry in sorted(manifest.files, key=lambda entry: entry.path != first):
-        problem = yield Fetch(data_key(stem, entry.path), entry)
-        if problem is not None:
-            found = yield Read(key)
-            try:
-                still_there = found is not None and isinstance(decode_manifest(found, where=key), Manifest)
-            except ManifestError:
-                still_there = True
-            if not still_there:
-                return Unusable(stem, "was removed during download", entry.path, removed=True)
-            return Unusable(stem, problem, entry.path)
+    try:
+        for is_first in (True, False):
+            wanted = [entry for entry in manifest.files if (entry.path == first) is is_first]
+            yield Together(tuple((entry.size, _fetch(stem, entry)) for entry in wanted))
+    except _FileProblem as problem:
+        found = yield Read(key)
+        try:
+            still_there = found is not None and isinstance(decode_manifest(found, where=key), Manifest)
+        except ManifestError:
+            still_there = True
+        if not still_there:
+            return Unusable(stem, "was removed during download", problem.file, removed=True)
+        return Unusable(stem, problem.message, problem.file)
     return Fetched(manifest)
+
+
+class _FileProblem(CkptmgrError):
+    """One file of a checkpoint cannot be used; ends the fetch of the others."""
+
+    file: str
+
+
+def _fetch(stem: Stem, entry: FileEntry) -> Generator[Operation, Any, None]:
+    problem = yield Fetch(data_key(stem, entry.path), entry)
+    if problem is not None:
+        raise _FileProblem(problem, file=entry.path)
 
 
 def _open(stem: Stem, run_uuid: str, found: bytes | None) -> Manifest | Unusable:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.operations import Operation
+from ckptmgr.core.operations import Operation, one_by_one
 from ckptmgr.testing.explorer_checks import Broken
 from ckptmgr.testing.explorer_world import Actor, Move, Process, Scenario, World
 
@@ -152,6 +152,7 @@ def rewritten(process: Process, rewrite: Rewrite) -> Process:
 
     For variants of the protocol that are known to be wrong: a check that cannot fail proves nothing.
     """
+    process = one_by_one(process)
     step: Callable[[], Operation] = partial(next, process)
     while True:
         try:

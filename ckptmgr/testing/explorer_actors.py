@@ -1,6 +1,6 @@
 """The actors of `ckptmgr.testing.explorer`: one save, and everybody who may touch it, as the shipped generators of the protocol.
 
-`SAVE` is the checkpoint at stake: two files, attempt 1, step 200. `OLDER` was committed before it and is never removed.
+`SAVE` is the checkpoint at stake: two files, attempt 1, step 200. `OLDER` was committed before it and is never removed; `SHARING` may be.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def save_of(step: int, *paths: str) -> Manifest:
 
 OLDER = save_of(100, "a")
 SAVE = save_of(200, "a", "b")
+# Committed before, with one file that `SAVE` has unchanged; it may be pruned.
+SHARING = replace(save_of(150), files=SAVE.files[1:])
 
 
 def committed(manifest: Manifest) -> dict[str, bytes]:
@@ -50,7 +52,7 @@ def scenario(name: str, *actors: Actor, **options: Any) -> Scenario:
         name=name,
         actors=actors,
         journal=options.pop("journal", Journal(stem=SAVE.stem)),
-        saves=(OLDER, SAVE),
+        saves=(OLDER, SHARING, SAVE),
         **options,
     )
 
@@ -73,6 +75,16 @@ def altered(actor: Actor, alter: Callable[[Process], Process]) -> Actor:
 def writer(name: str = "writer", *, retries: int = 0) -> Actor:
     """Uploads `SAVE` for the first time."""
     return Actor(name=name, retries=retries, start=lambda journal: replicate(SAVE, new_nonce=_nonces(name)))
+
+
+def copier(name: str = "writer", *, retries: int = 0) -> Actor:
+    """A writer that takes the file which `SHARING` has too from there."""
+    copies = {entry.path: data_key(SHARING.stem, entry.path) for entry in SHARING.files}
+    return Actor(
+        name=name,
+        retries=retries,
+        start=lambda journal: replicate(SAVE, new_nonce=_nonces(name), copies=copies),
+    )
 
 
 def resumer(name: str = "second", *, after: str | None = "writer", retries: int = 0, stale: bool = False) -> Actor:

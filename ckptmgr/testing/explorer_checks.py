@@ -18,7 +18,7 @@ from ckptmgr.core.layout import (
     parse_stem,
 )
 from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest
-from ckptmgr.core.operations import Operation, PutFile, Record
+from ckptmgr.core.operations import CopyFile, Operation, PutFile, Record
 from ckptmgr.core.protocol import Committed, Dropped, Unusable
 from ckptmgr.core.records import AttemptRecord, decode_attempt
 
@@ -93,7 +93,7 @@ class Checks:
         """
         if before is after or operation is None:
             return
-        if isinstance(operation, PutFile):
+        if isinstance(operation, PutFile | CopyFile):
             stem = _stem_of(operation.key)
             saved = self._content(stem) if stem else None
             if stem is None or saved is None or operation.key != data_key(stem, operation.entry.path):

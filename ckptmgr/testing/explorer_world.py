@@ -9,7 +9,20 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptmgr.core.errors import CkptmgrError, ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
+from ckptmgr.core.operations import (
+    CopyFile,
+    Create,
+    Delete,
+    Fetch,
+    IsStored,
+    ListKeys,
+    Operation,
+    PutFile,
+    Read,
+    Record,
+    Replace,
+    one_by_one,
+)
 from ckptmgr.testing.explorer_checks import Broken, Checks, Journal, Store
 
 Process: TypeAlias = Generator[Operation, Any, Any]
@@ -17,7 +30,7 @@ Process: TypeAlias = Generator[Operation, Any, Any]
 _FAULTS_OF_WRITES = ("rejected", "lost", "late", "crash", "dies")
 _FAULTS_OF_READS = ("rejected", "crash")
 _FAULTS_OF_RECORDS = ("crash",)
-_WRITES = (PutFile, Create, Replace, Delete)
+_WRITES = (PutFile, CopyFile, Create, Replace, Delete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +110,7 @@ class _Node:
         self.operation: Operation | None = None
         self.outcome: Any = None
         self.error: Exception | None = None
-        process = root()
+        process = one_by_one(root())
         try:
             self.operation = next(process)
             for kind, value in answers:
@@ -334,6 +347,10 @@ def perform(store: dict[str, bytes], operation: Operation | None) -> tuple[dict[
         case PutFile(key=key, entry=entry):
             # An object stands for its content: the store holds the BLAKE3 of the bytes in place of the bytes.
             return {**store, key: entry.blake3.encode()}, ("value", None)
+        case CopyFile(source=source, key=key, entry=entry):
+            content = store.get(source)
+            after = store if content is None else {**store, key: content}
+            return after, ("value", content == entry.blake3.encode())
         case Delete(key=gone):
             return {key: body for key, body in store.items() if key != gone}, ("value", None)
     raise AssertionError(f"unknown operation {operation!r}")

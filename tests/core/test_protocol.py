@@ -18,7 +18,20 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.layout import ATTEMPTS, MANIFESTS, Stem, attempt_key, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, encode_closing, encode_manifest
-from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
+from ckptmgr.core.operations import (
+    CopyFile,
+    Create,
+    Delete,
+    Fetch,
+    IsStored,
+    ListKeys,
+    Operation,
+    PutFile,
+    Read,
+    Record,
+    Replace,
+    one_by_one,
+)
 from ckptmgr.core.protocol import (
     SETTLE_TRIES,
     Committed,
@@ -50,6 +63,7 @@ Script: TypeAlias = tuple[tuple[Operation, Any], ...]
 
 def run(process: Generator[Operation, Any, Any], *script: tuple[Operation, Any]) -> Any:
     """Expect exactly these operations, giving each its answer (an exception is thrown in); returns the outcome."""
+    process = one_by_one(process)  # (of one that is one by one already, nothing changes)
     step: Callable[[], Operation] = lambda: next(process)
     for expected, answer in script:
         assert step() == expected
@@ -63,7 +77,7 @@ def run(process: Generator[Operation, Any, Any], *script: tuple[Operation, Any])
 
 
 def upload(**options: Any) -> Generator[Operation, Any, Committed | Dropped]:
-    return replicate(SAVE, new_nonce=lambda: "00000002", **options)
+    return one_by_one(replicate(SAVE, new_nonce=lambda: "00000002", **options))
 
 
 def put(entry: FileEntry, stem: Stem = STEM) -> PutFile:
@@ -191,6 +205,45 @@ def test_another_checkpoint_under_this_name_is_a_conflict(other: Manifest) -> No
     with pytest.raises(ConflictError, match="already committed") as caught:
         process.send(encode_manifest(other))
     assert caught.value.__dict__["key"] == KEY
+
+
+OLD = "checkpoints/000001-000000000400-000001-0badf00d/a"
+
+
+def test_an_unchanged_file_is_copied_in_the_store() -> None:
+    """What the store cannot copy, or cannot vouch for, is sent."""
+    script = (
+        (CopyFile(OLD, put(A).key, A), True),
+        (Record("confirmed", STEM, "a"), None),
+        (put(B), None),
+        (Record("confirmed", STEM, "sub/b"), None),
+        (Create(KEY, BODY), None),
+        (Record("uploaded", STEM), None),
+    )
+    assert run(upload(copies={"a": OLD}), *script) == Committed(STEM)
+    unproven = ((script[0][0], False), (put(A), None), *script[1:])
+    assert run(upload(copies={"a": OLD}), *unproven) == Committed(STEM)
+
+
+def test_a_file_that_is_there_is_not_copied_either() -> None:
+    script = (
+        (Read(KEY), None),
+        (IsStored(put(A).key, A), True),
+        (Record("confirmed", STEM, "a"), None),
+        (IsStored(put(B).key, B), False),
+        (put(B), None),
+        (Record("confirmed", STEM, "sub/b"), None),
+        (Create(KEY, BODY), None),
+        (Record("uploaded", STEM), None),
+    )
+    assert run(upload(copies={"a": OLD}, resumed=True), *script) == Committed(STEM)
+
+
+def test_the_order_of_the_files_is_nobodys_business() -> None:
+    forwards = [operation for operation in one_by_one(replicate(SAVE, new_nonce=lambda: "00000002"))]
+    backwards = list(one_by_one(replicate(SAVE, new_nonce=lambda: "00000002"), backwards=True))
+    assert forwards[:4] == backwards[2:4] + backwards[:2]
+    assert forwards[4:] == backwards[4:]
 
 
 @pytest.mark.parametrize("error", [SILENCE, SourceChangedError("changed", path="a")])

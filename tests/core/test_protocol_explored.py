@@ -17,11 +17,13 @@ from ckptmgr.core.records import AttemptRecord
 from ckptmgr.testing.explorer import Actor, Process, Rewrite, Scenario, explore, replay, rewritten, walk
 from ckptmgr.testing.explorer_actors import (
     SAVE,
+    SHARING,
     altered,
     claimer,
     claiming,
     collector,
     committed,
+    copier,
     pruner,
     reader,
     resumer,
@@ -33,6 +35,8 @@ from ckptmgr.testing.explorer_checks import Journal, Store
 Steps = Generator[Operation, Any, Any]
 UPLOADED = {"store": committed(SAVE), "journal": Journal(stem=SAVE.stem, state="uploaded")}
 ZOMBIE = resumer("zombie", after=None)
+SHARED = committed(SHARING)
+UNSHARE = pruner(stem=SHARING.stem)
 
 # Each with the schedules it is known to cover at least, so that a scenario that explores nothing does not pass.
 EXHAUSTIVE = [
@@ -54,6 +58,9 @@ EXHAUSTIVE = [
     (scenario("a writer, prune and a reader", writer(), pruner(), reader(), faults=1), 230_000),
     (scenario("prune and a reader", pruner(), reader(), faults=2, **UPLOADED), 9_000),
     (scenario("two prunes and a reader", pruner(), pruner("prune2"), reader(), faults=1, **UPLOADED), 5_000_000),
+    (scenario("a copying writer, then its next incarnation", copier(), resumer(), faults=2, store=SHARED), 1_000),
+    (scenario("a copying writer and the pruning of its source", copier(), UNSHARE, faults=2, store=SHARED), 5_000),
+    (scenario("a copying writer, that pruning and gc", copier(), UNSHARE, collector(), store=SHARED), 5_000),
     (claiming("two claims", claimer("x", create_only=True), claimer("y", create_only=True), faults=3), 4_000_000),
     (claiming("three claims", *(claimer(name, create_only=True) for name in "xyz")), 15_000),
     (
