@@ -20,11 +20,11 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
 from ckptmgr.testing.moto_core import BaseWSGIServer, MotoCore, QuietRequestHandler, make_server
 from ckptmgr.testing.oss_dialect import OssApp
 from ckptmgr.testing.s3_dialect import S3App
+from ckptmgr.testing.serving import end_at_signals, wait_for_the_end
 from ckptmgr.testing.store_app import LoggedRequest
 from ckptmgr.testing.weed import WeedProcess
 
@@ -278,14 +279,30 @@ class OssServer(_MemoryServer):
 
 
 class WeedServer(StoreServer):
-    """SeaweedFS, a real S3 in a process of its own; data in a temporary directory that is removed at the end."""
+    """SeaweedFS, a real S3 in a process of its own; data in a temporary directory that is removed at the end.
+
+    Args:
+        tls: `url` is https, with a certificate made at the start whose authority `env` names (AWS_CA_BUNDLE).
+        under: where the temporary directory is made; None for the system's place.
+
+    Attributes:
+        plain_url: the http endpoint, which there is with `tls` too.
+    """
 
     kind = "weed"
 
-    def __init__(self, *, port: int = 0, identities: Sequence[Identity] = DEFAULT_IDENTITIES) -> None:
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        identities: Sequence[Identity] = DEFAULT_IDENTITIES,
+        tls: bool = False,
+        under: Path | None = None,
+    ) -> None:
         super().__init__(port=port, identities=identities)
-        self._process = WeedProcess(identities=self.identities)
+        self._process = WeedProcess(identities=self.identities, tls=tls, under=under)
         self._client: Any = None
+        self.plain_url = ""
 
     def start(self) -> Self:
         """Start the processes and wait until an object could be stored.
@@ -294,8 +311,18 @@ class WeedServer(StoreServer):
             MissingExtraError: the `weed` program is not installed.
             RuntimeError: it did not come up; the end of its log is in the message.
         """
-        self.url = self._process.start(self._port)
+        self.plain_url = self._process.start(self._port)
+        self.url = self._process.tls_url or self.plain_url
         return self
+
+    @property
+    def authority(self) -> Path | None:
+        """The certificate that a client must trust, in PEM; None without TLS."""
+        return self._process.certificates.authority if self._process.certificates else None
+
+    def _env(self, identity: Identity) -> dict[str, str]:
+        trusted = {"AWS_CA_BUNDLE": str(self.authority)} if self.authority else {}
+        return {**super()._env(identity), **trusted}
 
     def stop(self) -> None:
         """Kill the processes; what they had answered for is on disk."""
@@ -312,7 +339,7 @@ class WeedServer(StoreServer):
     @property
     def _s3(self) -> Any:
         if self._client is None:
-            self._client = self._process.client(self.url, self.identities[0])
+            self._client = self._process.client(self.plain_url, self.identities[0])
         return self._client
 
     def create_bucket(self, name: str) -> None:
@@ -349,47 +376,26 @@ class WeedServer(StoreServer):
 _SERVERS: dict[str, type[StoreServer]] = {"moto": MotoServer, "weed": WeedServer, "oss": OssServer}
 
 
-def _end_at_signals() -> threading.Event:
-    """What SIGTERM and SIGINT set, from now on."""
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    return ended
-
-
-def _wait_for_the_end(ended: threading.Event) -> None:
-    """Block until `ended` is set, standard input ends, or the parent process dies."""
-    parent = os.getppid()
-
-    def read_to_the_end() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        ended.set()
-
-    # `server &` in a script gives /dev/null as standard input, which says nothing about anybody's end.
-    with contextlib.suppress(OSError):
-        if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:
-            threading.Thread(target=read_to_the_end, daemon=True).start()
-    while not ended.wait(0.5):
-        if os.getppid() != parent:
-            return
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one store from the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m ckptmgr.testing.servers", description="An object store for tests.")
     parser.add_argument("kind", choices=sorted(_SERVERS))
     parser.add_argument("--bucket", action="append", default=[], help="create this bucket; may be repeated")
     parser.add_argument("--port", type=int, default=0, help="listen on this port; 0 takes a free one")
+    parser.add_argument("--tls", action="store_true", help="over https (weed only)")
     options = parser.parse_args(argv)
-    with _SERVERS[options.kind](port=options.port) as server:
+    if options.tls and options.kind != "weed":
+        parser.error("--tls is for weed")
+    server: StoreServer = (
+        WeedServer(port=options.port, tls=True) if options.tls else _SERVERS[options.kind](port=options.port)
+    )
+    with server:
         for bucket in options.bucket:
             server.create_bucket(bucket)
         # Whoever reads the line may send the signal at once.
-        ended = _end_at_signals()
+        ended = end_at_signals()
         print(json.dumps({"url": server.url, "env": server.env, "pid": os.getpid()}), flush=True)
-        _wait_for_the_end(ended)
+        wait_for_the_end(ended)
     return 0
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.errors import MissingExtraError
+from ckptmgr.testing.certificates import Certificates, make_certificates
 from ckptmgr.testing.identities import Identity
 
 _START_LIMIT_S = 60.0
@@ -47,9 +48,11 @@ class WeedProcess:
 
     Args:
         identities: who may use it.
+        tls: listen for https too, with a certificate of its own.
+        under: the directory for the temporary one; None for the system's.
     """
 
-    def __init__(self, *, identities: Sequence[Identity]) -> None:
+    def __init__(self, *, identities: Sequence[Identity], tls: bool = False, under: Path | None = None) -> None:
         # Nobody else's: on a port that another weed was faster to take, that one must not answer for ours.
         probe = uuid.uuid4().hex
         self._probe = Identity(name="probe", access_key=f"probe-{probe[:12]}", secret_key=probe)
@@ -57,6 +60,13 @@ class WeedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._ports: list[int] = []
+        self._tls, self._under = tls, under
+        self.certificates: Certificates | None = None
+
+    @property
+    def tls_url(self) -> str:
+        """The endpoint over TLS, for clients that trust `certificates.authority`; "" without it, or before `start`."""
+        return f"https://127.0.0.1:{self._ports[-1]}" if self._tls and self._ports else ""
 
     def start(self, port: int = 0) -> str:
         """Start, with the data and ports of before after `stop`, and wait until an object could be stored.
@@ -65,7 +75,7 @@ class WeedProcess:
             port: the S3 port; 0 takes a free one. Other ports are tried when somebody else was faster.
 
         Returns:
-            The endpoint.
+            The endpoint, http.
 
         Raises:
             MissingExtraError: there is no `weed` program.
@@ -142,16 +152,28 @@ class WeedProcess:
 
     @staticmethod
     def _choose_ports(port: int) -> list[int]:
-        ports = free_ports(len(_SERVICES) * 2)
+        # One more than the services need, for TLS.
+        ports = free_ports(len(_SERVICES) * 2 + 1)
         return [port, *ports[1:]] if port else ports
 
     def _prepare(self) -> Path:
-        directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-"))
+        directory = Path(tempfile.mkdtemp(prefix="ckptmgr-weed-", dir=self._under))
         (directory / "data").mkdir()
         (directory / "s3.json").write_text(json.dumps({"identities": [_weed_identity(i) for i in self._identities]}))
         # weed grows seven volumes per bucket by default; one starts faster and is enough for tests.
         (directory / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
+        if self._tls:
+            self.certificates = make_certificates(directory)
         return directory
+
+    def _tls_arguments(self) -> list[str]:
+        if self.certificates is None:
+            return []
+        return [
+            f"-s3.port.https={self._ports[-1]}",
+            f"-s3.cert.file={self.certificates.certificate}",
+            f"-s3.key.file={self.certificates.key}",
+        ]
 
     def _spawn(self, program: str, directory: Path) -> None:
         names = [f"{service}.port{kind}" for kind in ("", ".grpc") for service in _SERVICES]
@@ -174,7 +196,8 @@ class WeedProcess:
             "-master.peers=none",
             "-master.volumeSizeLimitMB=1024",
             "-volume.max=1000",
-            *(f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)),
+            *(f"-{name}={port}" for name, port in zip(names, self._ports, strict=False)),
+            *self._tls_arguments(),
         ]
         with (directory / "log").open("ab") as log:
             self._process = subprocess.Popen(

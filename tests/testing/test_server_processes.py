@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.backends.registry import open_store
 from ckptmgr.core.errors import MissingExtraError
 from ckptmgr.testing import weed
 from ckptmgr.testing.servers import WeedServer
@@ -35,6 +37,27 @@ class TestWeed:
             assert server.url == url
             assert server.raw_get("bkt", "a") == b"x" * 100_000
         assert not directory.exists()
+
+    def test_over_tls_it_shows_a_certificate_of_the_authority_that_its_environment_names(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Clients that trust only what the environment says, and the host's name, are served; others are not. The key is this user's alone."""
+        with WeedServer(tls=True) as server:
+            assert server.url.startswith("https://127.0.0.1:")
+            trusting = ssl.create_default_context(cafile=server.env["AWS_CA_BUNDLE"])
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(server.url, timeout=5, context=trusting)
+            with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
+                urllib.request.urlopen(server.url, timeout=5, context=ssl.create_default_context())
+            authority = server.authority
+            assert authority is not None
+            assert (authority.parent / "server.key").stat().st_mode & 0o77 == 0
+            server.create_bucket("bkt")
+            server.raw_put("bkt", "a", b"over http, which there is too")
+            for name, value in server.env.items():
+                monkeypatch.setenv(name, value)
+            fs, root = open_store("s3://bkt")
+            assert fs.cat_file(f"{root}/a") == b"over http, which there is too"
 
     def test_a_missing_program_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
