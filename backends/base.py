@@ -26,6 +26,7 @@ from ckptmgr.core.errors import BackendError, ObjectNotFoundError, TransientBack
 
 if TYPE_CHECKING:
     from ckptmgr.backends.parts import PartJournal
+    from ckptmgr.backends.profiles import Profile
 
 CrcKind = Literal["crc64nvme", "crc64xz"]
 WriteMode = Literal["overwrite", "create"]
@@ -68,11 +69,37 @@ class BucketFacts:
         versioning: `enabled` and `suspended` keep what is deleted; OSS ignores create-only on both.
         abort_days: the bucket's rule drops multipart uploads that are older; 0: there is no such rule.
         expires: whether a rule deletes objects by age.
+        archives: whether a rule moves objects to where they cannot be read at once.
+        noncurrent_days: a rule drops versions that many days after they were deleted or replaced; 0: there is no such rule.
     """
 
     versioning: Literal["off", "enabled", "suspended"] | None = None
     abort_days: int | None = None
     expires: bool | None = None
+    archives: bool | None = None
+    noncurrent_days: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """How a store is reached. Never a secret: where credentials were found, not what they are.
+
+    Attributes:
+        endpoint: a URL; None for a store without one (a disk).
+        addressing: where the bucket's name goes.
+        profile: what is known in advance of this kind of store; None for kinds without profiles.
+        credentials: where they come from, for a reader; None if there are none, or the kind needs none.
+        is_temporary: whether the credentials are for a session, and so will expire.
+        expires_s: when, in seconds since 1970; None if nobody says. Those that can be renewed are, by themselves, before that.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: str | None = None
+    profile: Profile | None = None
+    credentials: str | None = None
+    is_temporary: bool = False
+    expires_s: float | None = None
 
 
 class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
@@ -227,6 +254,15 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
     def bucket_facts(self, path: str) -> BucketFacts:
         """What the bucket of `path` is set to do by itself. What may not be asked is None; nothing is raised for that."""
         return BucketFacts()
+
+    def connection(self) -> Connection:
+        """How the store is reached. Credentials may be fetched for it (from a metadata service); the store itself is not asked.
+
+        Raises:
+            BackendError: there are credentials, but they could not be fetched.
+            ConfigError: the configuration is wrong.
+        """
+        return Connection()
 
     def rm_files(self, paths: Sequence[str]) -> None:
         """Remove many objects, as few requests as the store allows. Those already gone are fine.

@@ -14,6 +14,7 @@ from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.objectrequests import STALL_S, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.s3bucket import S3Buckets
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3errors import classify, s3_errors
 from ckptmgr.core.errors import BackendError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
@@ -22,7 +23,7 @@ _READ_BYTES = 1 << 20
 _NO_BATCH_DELETE = {"NotImplemented", "MissingContentMD5", "MethodNotAllowed"}
 
 
-class S3Backend(ObjectStoreBackend):
+class S3Backend(S3Buckets, ObjectStoreBackend):
     """Objects in S3 buckets. Create-only is `If-None-Match: *`; the kept CRC is a full-object CRC64NVME.
 
     Args:

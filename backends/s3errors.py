@@ -82,6 +82,9 @@ _WORDS = {
     "upload_part_copy": "copy a part to",
     "complete_multipart_upload": "finish writing",
     "abort_multipart_upload": "abandon",
+    "list_multipart_uploads": "list the unfinished uploads of",
+    "get_bucket_versioning": "look up the versioning of",
+    "get_bucket_lifecycle_configuration": "look up the lifecycle rules of",
 }
 
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}

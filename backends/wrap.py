@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptmgr.backends.base import Backend, BucketFacts, Capabilities, CrcKind, PendingUpload, WriteMode
+from ckptmgr.backends.base import Backend, BucketFacts, Capabilities, Connection, CrcKind, PendingUpload, WriteMode
 from ckptmgr.core.checksums import Digests
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ class WrappedBackend(Backend):
 
     def bucket_facts(self, path: str) -> BucketFacts:
         return self._around("bucket_facts", path, lambda: self.inner.bucket_facts(path))
+
+    def connection(self) -> Connection:
+        return self._around("connection", "", self.inner.connection)
 
     def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
         return self._around("get_file", rpath, lambda: self.inner.get_file(rpath, lpath, callback, **kwargs))
