@@ -2,6 +2,7 @@
 
 Only a `TransientBackendError` is tried again; a permanent one passes at once, so that wrong credentials do not spin. Waits are
 exponential with full jitter, so that a thousand ranks turned away together do not come back together, and at least what the store asked for.
+Where it asked for fewer requests, the process's `Pace` hears of it.
 Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
 """
 
@@ -11,13 +12,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptmgr.backends.base import Backend
+from ckptmgr.backends.pace import Pace
 from ckptmgr.backends.wrap import WrappedBackend
-from ckptmgr.core.errors import TransientBackendError
+from ckptmgr.core.errors import ThrottledError, TransientBackendError
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -38,7 +41,7 @@ class RetryPolicy:
     """When to stop trying, and how long to wait in between.
 
     The k-th wait is uniform in [0, min(cap_s, base_s * 2**k)], and at least the store's Retry-After. No try starts later than
-    `deadline_s` after the first; a try that is under way is not interrupted.
+    `deadline_s` after the first; a try that is under way is not interrupted. Waits for a slot of the `Pace` do not count.
 
     Attributes:
         attempts: tries in all, the first included; 1 means none again.
@@ -66,12 +69,15 @@ class Retrier:
 
     Args:
         policy: how often, how long.
+        pace: hears of a store that asks for fewer requests; one of its own, without a cap, if not given.
         stop: when set, a wait ends at once and the last error is raised: `close()` need not wait for a dead store.
         sleep: replaces the wait (tests).
         clock: seconds, monotonic (tests).
         on_retry: called before each further try, by the thread that makes it; must be quick, and not raise.
 
     Attributes:
+        pace: see above; for whoever moves bytes between tries of this retrier.
+        stop: see above.
         retries: further tries so far, of all calls together.
     """
 
@@ -79,45 +85,52 @@ class Retrier:
         self,
         policy: RetryPolicy = INTERACTIVE,
         *,
+        pace: Pace | None = None,
         stop: threading.Event | None = None,
         sleep: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_retry: Callable[[], object] | None = None,
     ) -> None:
         self.policy = policy
+        self.pace = pace or Pace()
+        self.stop = stop or threading.Event()
         self.retries = 0
-        self._stop = stop or threading.Event()
-        self._sleep = sleep or self._stop.wait
+        self._sleep = sleep or self.stop.wait
         self._clock = clock
         self._on_retry = on_retry
         self._counting = threading.Lock()
 
-    def __call__(self, what: str, call: Callable[[], T], *, ended: threading.Event | None = None) -> T:
+    def __call__(
+        self, what: str, call: Callable[[], T], *, ended: threading.Event | None = None, slot: bool = False
+    ) -> T:
         """The result of `call`; `what` names it in the log.
 
         Args:
             ended: as `stop`, for this call alone.
+            slot: `call` is a data request: each try takes a slot of the pace, which is free again between the tries.
 
         Raises:
             TransientBackendError: the last one, with `attempts` and `elapsed_s`; it is not retried by an outer retrier.
         """
-        started = self._clock()
+        tries = _Tries(self, call, ended, slot)
         try:
-            return call()
+            return tries.make()
         except TransientBackendError as error:
             if hasattr(error, "attempts"):
                 # An inner retrier (a part of a multipart upload) has used up the policy already.
                 raise
-            return self._again(what, call, error, started, ended)
+            return self._again(what, tries, error, ended)
 
-    def _again(
-        self,
-        what: str,
-        call: Callable[[], T],
-        first: TransientBackendError,
-        started: float,
-        ended: threading.Event | None,
-    ) -> T:
+    @contextmanager
+    def slot(self, ended: threading.Event | None = None) -> Iterator[None]:
+        """A slot of the pace, for a data request that is not a `call` of this retrier; the wait for it ends with `stop` or `ended`."""
+        with self.pace.slot(*self._ends(ended)):
+            yield
+
+    def _ends(self, ended: threading.Event | None) -> tuple[threading.Event, ...]:
+        return (self.stop,) if ended is None else (self.stop, ended)
+
+    def _again(self, what: str, tries: _Tries[T], first: TransientBackendError, ended: threading.Event | None) -> T:
         import tenacity  # 40 ms: only needed when something failed
 
         pending = [first]
@@ -127,13 +140,13 @@ class Retrier:
             if pending:
                 raise pending.pop()
             self._count()
-            return call()
+            return tries.make()
 
         def used_up(state: RetryCallState) -> bool:
-            spent = self._clock() - started
+            spent = tries.spent_s
             asked = _asked_for(state)
             return (
-                self._stop.is_set()
+                self.stop.is_set()
                 or (ended is not None and ended.is_set())
                 or state.attempt_number >= self.policy.attempts
                 or spent >= self.policy.deadline_s
@@ -141,7 +154,7 @@ class Retrier:
             )
 
         def wait(state: RetryCallState) -> float:
-            left = max(0.0, self.policy.deadline_s - (self._clock() - started))
+            left = max(0.0, self.policy.deadline_s - tries.spent_s)
             upper = min(self.policy.cap_s, self.policy.base_s * 2.0 ** min(state.attempt_number - 1, 64))
             return min(max(_JITTER.uniform(0.0, upper), _asked_for(state)), left)
 
@@ -150,7 +163,7 @@ class Retrier:
         def log_retry(state: RetryCallState) -> None:
             wait_s = state.next_action.sleep if state.next_action else 0.0
             log.info("%s: try %d failed (%s); again in %.1f s", what, state.attempt_number, _error_of(state), wait_s)
-            spent = self._clock() - started
+            spent = tries.spent_s
             if spent >= _SAY_S and not said:
                 said.append(what)
                 most_s = self.policy.deadline_s
@@ -159,7 +172,7 @@ class Retrier:
         def sleep(seconds: float) -> None:
             until = self._clock() + seconds
             # In slices where a second event may end it.
-            while ended is not None and seconds > _SLICE_S and not (ended.is_set() or self._stop.is_set()):
+            while ended is not None and seconds > _SLICE_S and not (ended.is_set() or self.stop.is_set()):
                 self._sleep(_SLICE_S)
                 seconds = min(seconds - _SLICE_S, until - self._clock())
             if ended is None or not ended.is_set():
@@ -177,10 +190,10 @@ class Retrier:
             return retrying(attempt)
         except TransientBackendError as error:
             if not hasattr(error, "attempts"):
-                tries = int(retrying.statistics["attempt_number"])
-                elapsed_s = self._clock() - started
-                error.__dict__.update(attempts=tries, elapsed_s=elapsed_s)
-                error.message += f" (gave up after {tries} {'try' if tries == 1 else 'tries'} in {elapsed_s:.1f} s)"
+                count = int(retrying.statistics["attempt_number"])
+                elapsed_s = tries.spent_s
+                error.__dict__.update(attempts=count, elapsed_s=elapsed_s)
+                error.message += f" (gave up after {count} {'try' if count == 1 else 'tries'} in {elapsed_s:.1f} s)"
             raise
 
     def _count(self) -> None:
@@ -188,6 +201,38 @@ class Retrier:
             self.retries += 1
         if self._on_retry is not None:
             self._on_retry()
+
+
+class _Tries(Generic[T]):
+    """The tries of one call, and the time that they and the waits between them took."""
+
+    def __init__(self, retrier: Retrier, call: Callable[[], T], ended: threading.Event | None, slot: bool) -> None:
+        self._retrier = retrier
+        self._call = call
+        self._ended = ended
+        self._slot = slot
+        self._started = retrier._clock()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the first try began, without the waits for a slot."""
+        return self._retrier._clock() - self._started
+
+    def make(self) -> T:
+        """One try."""
+        try:
+            return self._in_slot() if self._slot else self._call()
+        except ThrottledError as error:
+            # Once: an inner retrier has told it already.
+            if not hasattr(error, "attempts"):
+                self._retrier.pace.slowed()
+            raise
+
+    def _in_slot(self) -> T:
+        asked = self._retrier._clock()
+        with self._retrier.slot(self._ended):
+            self._started += self._retrier._clock() - asked
+            return self._call()
 
 
 def _may_pass(error: BaseException) -> bool:
