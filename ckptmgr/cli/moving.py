@@ -139,21 +139,21 @@ def _resume(
     from ckptmgr.run.resume import resume as execute
 
     run = open_to_resume(run_url, tier)
-    with _Bar() as bar:
+    with Bar() as bar:
         resumed = execute(run, selector, to=to, tier=tier, strict=strict, replace=replace, progress=bar)
     origin = {"local": "from the local tier", "remote": f"from {run.url}", None: "already there"}[resumed.source]
     say(f"step {resumed.manifest.step} ({resumed.manifest.id}), {size(resumed.manifest.size_bytes)} verified, {origin}")
     return resumed
 
 
-class _Bar:
+class Bar:
     """A progress bar that begins anew with each checkpoint that is tried."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._moved: Callable[[int], None] = lambda moved: None
 
-    def __enter__(self) -> _Bar:  # noqa: PYI034 - typing.Self needs Python 3.11
+    def __enter__(self) -> Bar:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -225,11 +225,11 @@ def push(
     from ckptmgr.run.push import check_pushable
     from ckptmgr.run.push import push as execute
 
-    metrics = dict(_metric(text) for text in metric or ())
+    metrics = dict(metric_of(text) for text in metric or ())
     directory = local_directory(directory)
     at = check_pushable(directory, step=step, tag=tag)
     run = RunDirectory.open_or_create(run_url)
-    with _Bar() as bar:
+    with Bar() as bar:
         pushed = execute(
             directory,
             run,
@@ -258,7 +258,7 @@ def push(
     say(f"step {manifest.step}, {files}, {size(manifest.size_bytes)}: {what} in {run.url}")
 
 
-def _metric(text: str) -> tuple[str, float]:
+def metric_of(text: str) -> tuple[str, float]:
     from ckptmgr.core.errors import ConfigError
 
     name, equals, value = text.partition("=")

@@ -42,13 +42,23 @@ def claim(
     highest = max(numbers, default=None)
     for number in range((highest or 0) + 1, (highest or 0) + 1 + tries):
         record = make(number, highest)
-        won = yield from (_claim_created(record) if create_only else _claim_bid(record, new_nonce()))
-        if won:
+        if (yield from claim_number(record, create_only=create_only, new_nonce=new_nonce)):
             return record
         highest = number
     raise ConflictError(
         "no attempt number could be claimed", hint="too many processes start this run at once; stop the others"
     )
+
+
+def claim_number(
+    record: AttemptRecord, *, create_only: bool, new_nonce: Callable[[], str]
+) -> Generator[Operation, Any, bool]:
+    """Claim the number of `record` and no other; False if somebody has it. The caller has looked that no commit names it.
+
+    Raises:
+        TransientBackendError: the store did not answer; the number may be used up.
+    """
+    return (yield from (_claim_created(record) if create_only else _claim_bid(record, new_nonce())))
 
 
 def _claim_created(record: AttemptRecord) -> Generator[Operation, Any, bool]:

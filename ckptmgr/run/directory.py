@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 8
 _LOOKED_AT = 20
+_KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
 LooseState = Literal["uncommitted", "foreign", "bare"]
 
 
@@ -110,12 +111,14 @@ class RunDirectory:
 
         Args:
             uuid: the identity that a new run gets; drawn if None.
+            kind: `checkpoints` or `artifact`: what it is, or becomes.
 
         Raises:
-            ConflictError: something lies there that a new run would hide: other runs, or another run's manifests; nothing was changed.
+            ConflictError: it is of the other kind, or something lies there that a new run would hide: other runs, or another run's manifests;
+                nothing was changed.
         """
         try:
-            return cls.open(url, fs=fs, root=root)
+            return cls.open(url, fs=fs, root=root)._of_kind(kind)
         except CheckpointNotFoundError:
             pass
         run = cls._at(url, fs, root)
@@ -124,7 +127,7 @@ class RunDirectory:
         # Refused: another process created it just now, or our own unanswered try did. What is there decides.
         with contextlib.suppress(ObjectExistsError):
             run.fs.pipe_file(run.path(layout.RUN_FILE), encode_run(record), mode="create")
-        return cls.open(url, fs=run.fs, root=run.root)
+        return cls.open(url, fs=run.fs, root=run.root)._of_kind(kind)
 
     @classmethod
     def absent(cls, url: str, record: RunRecord) -> RunDirectory:
@@ -140,6 +143,17 @@ class RunDirectory:
         if fs is None or root is None:
             fs, root = open_store(url)
         return cls(fs=fs, root=root, url=normalize_url(url))
+
+    def _of_kind(self, kind: str) -> RunDirectory:
+        """This run itself, unless it is of another kind: versions of an artifact and steps of training would be one lineage."""
+        if self.record.kind != kind:
+            wanted, found = (_KINDS.get(name, f"a run of kind {name!r}") for name in (kind, self.record.kind))
+            raise ConflictError(
+                f"{self.url} is {found}, not {wanted}",
+                hint=f"use a name of its own, such as {self.url.rsplit('/', 1)[0]}/NEW; nothing was changed",
+                url=self.url,
+            )
+        return self
 
     def refuse_file(self) -> None:
         """Raise ConfigError if the run's path is a file, which no run can be."""
@@ -380,6 +394,7 @@ class RunDirectory:
             layout.MANIFESTS,
             layout.PARTS,
             layout.TAGS,
+            layout.ARTIFACTS,
             layout.UPLOADS,
             layout.RESUMED,
             layout.TRANSFER_FILE,
@@ -416,6 +431,10 @@ class RunDirectory:
         if isinstance(self.manifest(stem), ClosingRecord):
             raise ConflictError(f"{stem} was pruned and cannot be tagged", hint="choose one of `ckptmgr ls`")
         self.fs.pipe_file(self.path(key), encode_tag(TagRecord(tag=name, stem=stem, created_at=utc_stamp())))
+
+    def untag(self, name: str) -> None:
+        """Remove the tag `name`; already gone is success."""
+        self.fs.rm_file(self.path(layout.tag_key(name)))
 
     def map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
         """`function` over `items`, in order; on a remote store several at once, for each costs a round trip."""
