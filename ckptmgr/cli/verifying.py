@@ -9,7 +9,7 @@ import typer
 
 from ckptmgr.cli.command import Command
 from ckptmgr.cli.looking import SELECTOR_HELP, Json
-from ckptmgr.cli.output import count, emit, emit_json, fail, progress
+from ckptmgr.cli.output import count, emit, emit_json, fail, progress, warn
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ckptmgr.core.layout import Stem
     from ckptmgr.core.selectors import Selector
     from ckptmgr.run.verify import Damage
+
+# Of the files that lie beside a checkpoint.
+_NAMED = 5
 
 _EPILOG = """\b
 Examples:
@@ -51,7 +54,7 @@ def verify(
 ) -> None:
     """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
     from ckptmgr.backends.registry import normalize_url
-    from ckptmgr.core.errors import ConfigError
+    from ckptmgr.core.errors import BackendError, ConfigError
     from ckptmgr.core.layout import RUN_FILE
     from ckptmgr.core.selectors import parse_selector
     from ckptmgr.run.directory import RunDirectory
@@ -76,9 +79,22 @@ def verify(
     history = run.history()
     stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
-    with progress("verifying", 0 if quick else total) as moved:
-        damage = verify_run(run, history, stems, depth, tick=lambda entry: moved(entry.size))
+    try:
+        with progress("verifying", 0 if quick else total) as moved:
+            damage = verify_run(run, history, stems, depth, moved=moved, beside=_note)
+    except BackendError as error:
+        for item in getattr(error, "damage", ()):
+            warn(f"{item.stem} is damaged: {item.file} {item.why}")
+        raise
     _emit_damage(len(stems), damage, as_json=as_json, where=run.url)
+
+
+def _note(stem: Stem, files: list[str]) -> None:
+    """Say what lies beside a checkpoint's files; a tool that copies the folder would take it along."""
+    shown = ", ".join(files[:_NAMED]) + (", …" if len(files) > _NAMED else "")
+    warn(
+        f"{stem} has {count(len(files), 'file')} beside it that its manifest does not name, and no reader uses: {shown}"
+    )
 
 
 def _meant(history: History, selector: Selector) -> Stem:

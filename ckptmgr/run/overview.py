@@ -89,10 +89,11 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     names: dict[Stem, list[str]] = {}
     for tag, stem in sorted(history.tags.items()):
         names.setdefault(stem, []).append(tag)
+    shown = [stem for stem in sorted({*history.manifests, *history.broken}) if all_lineages or stem in present]
+    damage = _damage(run, history, [stem for stem in shown if stem in history.manifests]) if check else {}
     rows = [
-        _row(run, history, stem, "current" if stem in present else "abandoned", names, seen.get(stem), check)
-        for stem in sorted({*history.manifests, *history.broken})
-        if all_lineages or stem in present
+        _row(history, stem, "current" if stem in present else "abandoned", names, seen.get(stem), damage.get(stem, ""))
+        for stem in shown
     ]
     loose = run.loose_data([*history.manifests, *history.broken, *history.closed])
     rows.extend(
@@ -103,21 +104,24 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     return RunOverview(run=run, history=history, rows=tuple(rows))
 
 
+def _damage(run: RunDirectory, history: History, stems: list[Stem]) -> dict[Stem, str]:
+    """What the store itself reports as wrong with each of `stems`; those that are whole are left out."""
+    from ckptmgr.run.verify import stored_damage  # what a plain `ls` does not need is not loaded
+
+    found = stored_damage(run, history, stems)
+    return {stem: "; ".join(f"{one.file} {one.why}" for one in damage) for stem, damage in found.items()}
+
+
 def _row(
-    run: RunDirectory,
     history: History,
     stem: Stem,
     lineage: Lineage,
     tags: Mapping[Stem, list[str]],
     note: notes.Note | None,
-    check: bool,
+    damage: str,
 ) -> Row:
     manifest = history.manifests.get(stem)
-    why = str(history.broken[stem]) if manifest is None else ""
-    if manifest is not None and check:
-        from ckptmgr.run.verify import damage_of  # what a plain `ls` does not need is not loaded
-
-        why = "; ".join(f"{damage.file} {damage.why}" for damage in damage_of(run, manifest))
+    why = damage if manifest is not None else str(history.broken[stem])
     if note is not None and not why:
         why = f"{note.file} {note.why} (seen by this machine at {note.seen_at})"
     return Row(

@@ -1,23 +1,38 @@
-"""Verify: does the store (or a directory) still hold the bytes that the manifests describe?"""
+"""Verify: does the store (or a directory) still hold the bytes that the manifests describe?
+
+Presence and size come from one listing of the data; what else the store knows, its checksum, and the bytes themselves are asked for several files at a time.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.core.checksums import Digester
-from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError, ObjectNotFoundError
+from ckptmgr.core.checksums import Digester, Digests
+from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, ManifestError, ObjectNotFoundError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem, data_key, manifest_key
+from ckptmgr.core.layout import CHECKPOINTS, Stem, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest
 from ckptmgr.run import notes
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import check_stored, digest_problem, file_problem
 from ckptmgr.run.sidecar import read_sidecar
 
-_BLOCK_BYTES = 32 << 20
+# Read at a time; so many blocks are in memory, or under way, over all files together.
+_BLOCK_BYTES = 8 << 20
+_BLOCKS = 8
+# Files read, and files asked about, at a time. A few reads keep a link busy; a question takes a round trip and hardly any bytes.
+_READ_AT_ONCE = 4
+_ASKED_AT_ONCE = 16
+# Results may wait for an earlier one, so many: a run may have a million files.
+_AHEAD = 256
+
+Job = tuple[Stem, FileEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +56,10 @@ class Depth:
     def is_full(self) -> bool:
         return not self.quick and self.sample is None
 
+    def reads(self) -> bool:
+        """Whether the next file is read. Which ones are sampled is a matter of chance on purpose: repeated runs get round to all of them."""
+        return not self.quick and (self.sample is None or random.random() < self.sample)
+
 
 def verify_run(
     run: RunDirectory,
@@ -48,32 +67,54 @@ def verify_run(
     stems: Iterable[Stem],
     depth: Depth,
     *,
-    tick: Callable[[FileEntry], None] = lambda entry: None,
+    moved: Callable[[int], object] = lambda count: None,
+    beside: Callable[[Stem, list[str]], object] = lambda stem, files: None,
 ) -> list[Damage]:
     """Check each of `stems`; returns everything that is wrong, in their order. One that is pruned meanwhile is passed over.
 
     Args:
-        tick: called after each file.
+        moved: called with the number of bytes checked since the last call, from any thread.
+        beside: called with the files that lie under a checkpoint and are not named by its manifest: a note, not damage.
 
     Raises:
-        BackendError: the store could not be asked; nothing is called damaged because of that (I7).
+        BackendError: the store could not be asked; nothing is called damaged because of that (I7). What was found before is in `damage`.
     """
+    ordered = list(stems)
+    readable = [stem for stem in ordered if stem in history.manifests]
     found: list[Damage] = []
-    for stem in stems:
-        if stem in history.broken:
-            found.append(Damage(stem=stem, file=manifest_key(stem), why=str(history.broken[stem])))
-            continue
-        problems = []
-        for entry in history.manifests[stem].files:
-            why = _check(run, stem, entry, depth)
-            if why is not None:
-                problems.append(Damage(stem=stem, file=entry.path, why=why))
-            tick(entry)
-        if problems and _is_still_committed(run, stem):
-            notes.remember(run.url, stem, problems[0].file, problems[0].why)
-            found.extend(problems)
-        elif not problems and depth.is_full:
-            notes.forget(run.url, stem)
+    try:
+        stored = _stored_sizes(run, readable)
+        checks = _Checks(run, depth, stored, moved)
+        outcomes = checks.outcomes((stem, entry) for stem in readable for entry in history.manifests[stem].files)
+        for stem in ordered:
+            if stem in history.broken:
+                found.append(Damage(stem=stem, file=manifest_key(stem), why=str(history.broken[stem])))
+                continue
+            files = history.manifests[stem].files
+            problems = [
+                Damage(stem=stem, file=entry.path, why=why)
+                for entry, why in ((entry, next(outcomes)) for entry in files)
+                if why is not None
+            ]
+            more = sorted(stored.get(str(stem), {}).keys() - {entry.path for entry in files})
+            if more:
+                beside(stem, more)
+            if problems and _is_still_committed(run, stem):
+                notes.remember(run.url, stem, problems[0].file, problems[0].why)
+                found.extend(problems)
+            elif not problems and depth.is_full:
+                notes.forget(run.url, stem)
+    except BackendError as error:
+        error.__dict__.update(damage=tuple(found))
+        raise
+    return found
+
+
+def stored_damage(run: RunDirectory, history: History, stems: Iterable[Stem]) -> dict[Stem, list[Damage]]:
+    """What the store itself reports as wrong with each of `stems`, without a download; those that are whole are left out."""
+    found: dict[Stem, list[Damage]] = {}
+    for damage in verify_run(run, history, stems, Depth(quick=True)):
+        found.setdefault(damage.stem, []).append(damage)
     return found
 
 
@@ -87,7 +128,8 @@ def noted_damage(run: RunDirectory, manifest: Manifest) -> list[Damage]:
     """What this machine has seen to be wrong with one checkpoint and finds wrong again, by reading that one file."""
     note = notes.noted(run.url, [manifest.stem]).get(manifest.stem)
     entries = [entry for entry in manifest.files if note is not None and entry.path == note.file]
-    problems = ((entry, _check(run, manifest.stem, entry, Depth())) for entry in entries)
+    checks = _Checks(run, Depth(), {}, lambda count: None)
+    problems = zip(entries, checks.outcomes((manifest.stem, entry) for entry in entries), strict=True)
     return [Damage(stem=manifest.stem, file=entry.path, why=why) for entry, why in problems if why is not None]
 
 
@@ -113,28 +155,143 @@ def verify_directory(directory: Path) -> tuple[Manifest, list[Damage]]:
     return manifest, found
 
 
-def _check(run: RunDirectory, stem: Stem, entry: FileEntry, depth: Depth) -> str | None:
-    key = data_key(stem, entry.path)
-    problem = check_stored(run, key, entry)
-    if problem is not None or depth.quick:
+def _stored_sizes(run: RunDirectory, stems: list[Stem]) -> dict[str, dict[str, int]]:
+    """The size of every stored file, by checkpoint and path: one listing, of the one checkpoint or of all data."""
+    if not stems:
+        return {}
+    below = run.path(CHECKPOINTS if len(stems) > 1 else data_prefix(stems[0]))
+    listed = run.fs.find(below, detail=True)
+    assert isinstance(listed, dict)
+    wanted = {str(stem) for stem in stems}
+    sizes: dict[str, dict[str, int]] = {}
+    for name, record in listed.items():
+        stem, slash, path = name[len(run.path(CHECKPOINTS)) + 1 :].partition("/")
+        if slash and stem in wanted:
+            sizes.setdefault(stem, {})[path] = record["size"]
+    return sizes
+
+
+class _Checks:
+    """The checks of many files, in order; on a remote store several at once.
+
+    Args:
+        sizes: of what is stored, by checkpoint and path. What it lacks is looked for again before it counts as missing.
+        moved: as for `verify_run`.
+    """
+
+    def __init__(
+        self, run: RunDirectory, depth: Depth, sizes: dict[str, dict[str, int]], moved: Callable[[int], object]
+    ) -> None:
+        self._run = run
+        self._depth = depth
+        self._sizes = sizes
+        self._moved = moved
+        self._blocks = ThreadPoolExecutor(max_workers=_BLOCKS, thread_name_prefix="ckptmgr-block")
+        self._room = threading.Semaphore(_BLOCKS)
+        self._ended = threading.Event()
+
+    def outcomes(self, jobs: Iterable[Job]) -> Iterator[str | None]:
+        """What is wrong with the file of each job, None if nothing is. The first failure of the store ends it."""
+        if self._run.fs.capabilities.is_local:
+            yield from map(self._check, jobs)
+            return
+        workers = _ASKED_AT_ONCE if self._depth.quick else _READ_AT_ONCE
+        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ckptmgr-verify")
+        pending: deque[Future[str | None]] = deque()
+        wait = True
+        try:
+            for job in jobs:
+                pending.append(pool.submit(self._check, job))
+                if len(pending) == _AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except KeyboardInterrupt:
+            wait = False  # whoever pressed Ctrl-C does not wait for what is under way
+            raise
+        finally:
+            self._ended.set()
+            for each in (pool, self._blocks):
+                each.shutdown(wait=wait, cancel_futures=True)
+
+    def _check(self, job: Job) -> str | None:
+        stem, entry = job
+        key = data_key(stem, entry.path)
+        problem = None
+        if self._sizes.get(str(stem), {}).get(entry.path) != entry.size:
+            # Some stores list late. Only what a look at the very object confirms is damage.
+            problem = check_stored(self._run, key, entry)
+        if problem is None:
+            problem = self._content_problem(key, entry)
         return problem
-    # Which files are sampled is a matter of chance on purpose: repeated runs get round to all of them.
-    if depth.sample is not None and random.random() >= depth.sample:
+
+    def _content_problem(self, key: str, entry: FileEntry) -> str | None:
+        """What is wrong with a file of the right size."""
+        is_local = self._run.fs.capabilities.is_local
+        if not self._depth.reads():
+            return None if is_local else _crc_problem(self._run, key, entry)
+        if not is_local:
+            return self._read_problem(key, entry)
+        problem = file_problem(Path(self._run.path(key)), entry)
+        self._moved(entry.size)
+        return problem
+
+    def _read_problem(self, key: str, entry: FileEntry) -> str | None:
+        problem: str | None = None
+        moved = self._moved
+        for _ in range(2):  # damage on the way is gone at the second try, damage at rest is not
+            try:
+                problem = digest_problem(self._read_through(key, entry.size, moved), entry)
+            except ObjectNotFoundError:
+                return "is missing"
+            if problem is None:
+                break
+            moved = lambda count: None
+        return problem
+
+    def _read_through(self, key: str, size: int, moved: Callable[[int], object]) -> Digests:
+        """The digests of a stored object of `size` bytes, block by block and in order: a shard need not fit on this machine's disk.
+
+        Later blocks are fetched meanwhile, as far as there is room; one at least, whatever other files have in memory.
+        """
+        path = self._run.path(key)
+        starts = deque(range(0, size, _BLOCK_BYTES))
+        digester = Digester()
+        ahead: deque[Future[bytes]] = deque()
+        try:
+            while (starts or ahead) and not self._ended.is_set():
+                while starts and self._room.acquire(blocking=not ahead):
+                    start = starts.popleft()
+                    ahead.append(self._blocks.submit(self._block, path, start, size))
+                block = ahead[0].result()
+                digester.update(block)
+                moved(len(block))
+                ahead.popleft()
+                self._room.release()
+        finally:
+            for future in ahead:
+                future.cancel()
+                self._room.release()
+        return digester.digests()
+
+    def _block(self, path: str, start: int, size: int) -> bytes:
+        if size <= _BLOCK_BYTES:
+            return self._run.fs.cat_file(path)  # in one request
+        return self._run.fs.cat_file(path, start, min(start + _BLOCK_BYTES, size))
+
+
+def _crc_problem(run: RunDirectory, key: str, entry: FileEntry) -> str | None:
+    """What the store's own checksum says against the bytes at `key`; None if nothing, or if there is none to compare."""
+    kind = run.fs.capabilities.stored_crc
+    if kind is None or getattr(entry, kind) is None:
         return None
-    if run.fs.capabilities.is_local:
-        return file_problem(Path(run.path(key)), entry)
-    return _read_through(run, key, entry)
-
-
-def _read_through(run: RunDirectory, key: str, entry: FileEntry) -> str | None:
-    """How a stored object differs from `entry`, by reading all of it, block by block: a shard need not fit on this machine's disk."""
-    digester = Digester()
     try:
-        for start in range(0, entry.size, _BLOCK_BYTES):
-            digester.update(run.fs.cat_file(run.path(key), start, min(start + _BLOCK_BYTES, entry.size)))
+        stored = run.fs.stored_crc(run.path(key))
     except ObjectNotFoundError:
         return "is missing"
-    return digest_problem(digester.digests(), entry)
+    if stored is None or stored == (kind, getattr(entry, kind)):
+        return None
+    return f"has the {kind} {stored[1]} instead of {getattr(entry, kind)}"
 
 
 def _is_still_committed(run: RunDirectory, stem: Stem) -> bool:
