@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         Worst,
     )
     from ckptmgr.core.retention import KeepBest, KeepEveryNSteps, KeepLast, KeepWithin, KeepWorst
+    from ckptmgr.run.artifact_links import Origin
+    from ckptmgr.run.artifact_push import push_artifact
+    from ckptmgr.run.artifacts import Artifact, artifacts, pull_artifact, show_artifact
     from ckptmgr.trainer import Trainer, TrainingArguments
     from ckptmgr.training.manager import CheckpointManager
     from ckptmgr.training.preemption import Preemption
@@ -46,6 +49,9 @@ _HOMES = {
         "Worst",
     ),
     "ckptmgr.core.retention": ("KeepBest", "KeepEveryNSteps", "KeepLast", "KeepWithin", "KeepWorst"),
+    "ckptmgr.run.artifact_links": ("Origin",),
+    "ckptmgr.run.artifact_push": ("push_artifact",),
+    "ckptmgr.run.artifacts": ("Artifact", "artifacts", "pull_artifact", "show_artifact"),
     "ckptmgr.trainer": ("Trainer", "TrainingArguments"),
     "ckptmgr.training.manager": ("CheckpointManager",),
     "ckptmgr.training.preemption": ("Preemption",),
@@ -56,6 +62,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AnyOf",
+    "Artifact",
     "Best",
     "CheckpointManager",
     "CkptmgrError",
@@ -70,6 +77,7 @@ __all__ = [
     "KeepLast",
     "KeepWithin",
     "KeepWorst",
+    "Origin",
     "Preemption",
     "QueueRules",
     "StepEnded",
@@ -77,6 +85,10 @@ __all__ = [
     "TrainingArguments",
     "Worst",
     "__version__",
+    "artifacts",
+    "pull_artifact",
+    "push_artifact",
+    "show_artifact",
 ]
 
 

@@ -191,17 +191,22 @@ def show(
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help=SELECTOR_HELP)] = "latest",
     as_json: Json = False,
 ) -> None:
-    """Show one checkpoint: what it is, why it was saved, and its files. With --json, its manifest."""
+    """Show one checkpoint: what it is, why it was saved, its files, and the artifacts made from it. With --json, its manifest."""
     from ckptmgr.core.manifest import encode_manifest
     from ckptmgr.core.selectors import parse_selector
+    from ckptmgr.run.artifact_links import links_of
     from ckptmgr.run.directory import RunDirectory
 
     chosen = parse_selector(selector)
     run = RunDirectory.open(run_url)
     history = run.history()
     manifest = history.choose(chosen)
+    links = links_of(run, manifest.stem)
     if as_json:
-        emit_json(json.loads(encode_manifest(manifest)))
+        made_from = [
+            {"name": link.name, "version": link.version, "id": str(link.stem), "url": url} for link, url in links
+        ]
+        emit_json({**json.loads(encode_manifest(manifest)), **({"artifacts": made_from} if made_from else {})})
         return
     tags = sorted(tag for tag, stem in history.tags.items() if stem == manifest.stem)
     made_by = ", ".join(f"{name} {value}" for name, value in sorted(manifest.producer.items()))
@@ -220,6 +225,7 @@ def show(
         ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
         ("world size", str(manifest.world_size)),
         ("made by", made_by or "unknown"),
+        ("artifacts", ", ".join(f"{url or link.name}@v{link.version}" for link, url in links)),
     ):
         if value:
             emit(f"{label + ':':<12}{value}")

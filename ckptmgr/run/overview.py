@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptmgr.core.errors import BackendError, CkptmgrError, ManifestError, TransientBackendError
+from ckptmgr.core.errors import (
+    BackendError,
+    CheckpointNotFoundError,
+    CkptmgrError,
+    ManifestError,
+    TransientBackendError,
+)
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
@@ -135,14 +141,21 @@ def _row(
     )
 
 
-def store_overview(url: str) -> tuple[str, list[RunRow]]:
+def store_overview(url: str, *, kind: str | None = None) -> tuple[str, list[RunRow]]:
     """The runs one level below `url`, by name, with the newest checkpoint of each one's lineage.
+
+    Args:
+        kind: only those of this kind, and what could not be read.
 
     Raises:
         CheckpointNotFoundError: there is none.
         BackendError: the store could not be asked. What it refuses of one run (403) is that run's `error`.
     """
     store, runs = runs_of(url)
+    if kind is not None:
+        runs = [run for run in runs if not isinstance(run, RunDirectory) or run.record.kind == kind]
+    if not runs:
+        raise CheckpointNotFoundError(f"no {kind} at {store}, only other runs", hint="see `ckptmgr ls`", url=store)
     if not any(isinstance(run, RunDirectory) for run in runs):
         return store, [_run_row(run) for run in runs]
     fs = next(run.fs for run in runs if isinstance(run, RunDirectory))

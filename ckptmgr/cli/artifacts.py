@@ -1,0 +1,409 @@
+"""`artifact push | pull | ls | show | tag | untag`: named, versioned directories beside the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptmgr.cli.command import Command, Group, local_directory
+from ckptmgr.cli.looking import Json
+from ckptmgr.cli.moving import Bar, metric_of
+from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, say, size, warn, when
+from ckptmgr.cli.tables import Column, Table
+from ckptmgr.cli.tables import show as show_table
+
+if TYPE_CHECKING:
+    from ckptmgr.core.artifacts import Source
+    from ckptmgr.core.layout import Stem
+    from ckptmgr.core.manifest import Manifest
+    from ckptmgr.run.artifacts import Artifact
+    from ckptmgr.run.overview import Row, RunOverview, RunRow
+
+Name = Annotated[str, typer.Argument(metavar="STORE/NAME", help="The artifact.")]
+Reference = Annotated[
+    str, typer.Argument(metavar="STORE/NAME[@WHICH]", help="WHICH: a version (3 or v3), a tag, or latest, the default.")
+]
+
+_EPILOG = """\b
+Examples:
+  ckptmgr artifact push ./out/final s3://bucket/exp/final-model --tag production \\
+      --from s3://bucket/exp/run@best:eval_loss
+  ckptmgr artifact ls s3://bucket/exp
+  ckptmgr artifact pull s3://bucket/exp/final-model@production --to ./model
+
+verify and prune take STORE/NAME as they take a run: versions are its steps."""
+_PUSH_EPILOG = """\b
+Examples:
+  ckptmgr artifact push ./out/final s3://bucket/exp/final-model
+  ckptmgr artifact push ./out/final s3://bucket/exp/final-model --tag production \\
+      --from s3://bucket/exp/run@best:eval_loss --metric eval_loss=1.25
+  ckptmgr artifact push ./report.html s3://bucket/exp/report --meta suite=mmlu
+
+Exit codes: 0 committed, or the same bytes were there already; 2 wrong usage; 3 --from names nothing; 4 the store is unavailable or refuses:
+repeat the push, which sends only what is missing; 5 a file changed meanwhile; 7 the version is taken, STORE/NAME is a run of
+checkpoints, or another process is pushing the same."""
+_PULL_EPILOG = """\b
+Examples:
+  ckptmgr artifact pull s3://bucket/exp/final-model --to ./model
+  ckptmgr artifact pull s3://bucket/exp/final-model@production --to ./model
+
+Exit codes: 0 done, or DIR held it already; 3 no such artifact, version or tag; 4 the store is unavailable or refuses, or the disk is full;
+5 it is damaged; 7 DIR holds something else."""
+_LS_EPILOG = """Exit codes: 0 done, also when something is shown as damaged; 3 there is neither an artifact nor a store that has some; 4 the
+store could not be asked."""
+_SHOW_EPILOG = (
+    "Exit codes: 0 done; 3 no such artifact, version or tag; 4 the store could not be asked; 5 its manifest is damaged."
+)
+_TAG_EPILOG = "Exit codes: 0 done; 2 not a tag; 3 no such artifact or version; 4 the store is unavailable or refuses."
+_UNTAG_EPILOG = "Exit codes: 0 done; 3 no such artifact or tag; 4 the store is unavailable or refuses."
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(
+        cls=Group,
+        help="Named, versioned directories: final models, tokenizers, reports.",
+        short_help="Keep final models and reports, by name and version.",
+        epilog=_EPILOG,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    group.command("push", cls=Command, epilog=_PUSH_EPILOG, short_help="Commit a directory or file as a version.")(push)
+    group.command("pull", cls=Command, epilog=_PULL_EPILOG, short_help="Fetch a version, verified.")(pull)
+    group.command("ls", cls=Command, epilog=_LS_EPILOG, short_help="List versions, or a store's artifacts.")(ls)
+    group.command("show", cls=Command, epilog=_SHOW_EPILOG, short_help="Show one version.")(show)
+    group.command("tag", cls=Command, epilog=_TAG_EPILOG, short_help="Point a tag at a version.")(tag)
+    group.command("untag", cls=Command, epilog=_UNTAG_EPILOG, short_help="Remove a tag.")(untag)
+    app.add_typer(group, name="artifact")
+
+
+# --- push and pull --------------------------------------------------------------------------------------------------------------
+
+
+def push(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="The directory, or the one file; written and closed.")],
+    url: Annotated[str, typer.Argument(metavar="STORE/NAME", help="The artifact; created if there is none.")],
+    version: Annotated[
+        int | None, typer.Option("--version", metavar="N", help="Make this version; default: the next one.")
+    ] = None,
+    tags: Annotated[
+        list[str] | None,
+        typer.Option("--tag", metavar="T", help="Also point this tag at it; several times if need be."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN[@SELECTOR]", help="The checkpoint that it was made from; links the two."),
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", metavar="K=V", help="A metric, several times if need be.")
+    ] = None,
+    meta: Annotated[
+        list[str] | None, typer.Option("--meta", metavar="K=V", help="Anything to keep with it, several times.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Commit a directory, or one file, as the next version of an artifact, and print which, once it is in the store.
+
+    Files that an earlier version holds unchanged are copied within the store. Nothing is ever overwritten.
+    """
+    from ckptmgr.run.artifact_push import push_artifact
+
+    metrics = dict(metric_of(text) for text in metric or ())
+    metadata = dict(_meta(text) for text in meta or ())
+    with Bar() as bar:
+        pushed = push_artifact(
+            local_directory(path),
+            url,
+            version=version,
+            tags=tags or (),
+            source=source,
+            metrics=metrics,
+            metadata=metadata,
+            described=lambda manifest: bar.started(manifest, "local"),
+            moved=bar.moved,
+        )
+    if as_json:
+        emit_json({**_artifact_json(pushed), "existed": pushed.existed})
+        return
+    emit(pushed.reference)
+    what = "was there already, with the same bytes" if pushed.existed else "committed"
+    later = "" if pushed.is_latest else "; it is not the latest version"
+    files = count(len(pushed.manifest.files), "file")
+    say(f"v{pushed.version}, {files}, {size(pushed.manifest.size_bytes)}: {what} in {pushed.url}{later}")
+
+
+def _meta(text: str) -> tuple[str, str]:
+    from ckptmgr.core.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"--meta {text!r} is not NAME=VALUE", hint="give for instance --meta dataset=v2")
+    return name, value
+
+
+def pull(
+    reference: Reference,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="The directory. Default: ./NAME-v<version>.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace whatever else DIR holds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Put a version of an artifact on local disk, verified, and print where."""
+    from ckptmgr.run.artifacts import pull_artifact
+
+    with Bar() as bar:
+        pulled = pull_artifact(reference, None if to is None else local_directory(to), replace=replace, progress=bar)
+    artifact = pulled.artifact
+    if as_json:
+        emit_json({"path": str(pulled.path), "fetched": pulled.fetched, **_artifact_json(artifact)})
+        return
+    emit(str(pulled.path))
+    origin = f"from {artifact.url}" if pulled.fetched else "already there"
+    say(f"v{artifact.version}, {size(artifact.manifest.size_bytes)} verified, {origin}")
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------------------
+
+
+def ls(
+    url: Annotated[str, typer.Argument(metavar="STORE[/NAME]", help="An artifact, or a store.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask the store whether each version is whole; downloads nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the versions of an artifact, lowest first, or the artifacts of a store."""
+    from ckptmgr.core.artifacts import KIND
+    from ckptmgr.core.errors import CheckpointNotFoundError
+    from ckptmgr.run.artifacts import open_artifact
+    from ckptmgr.run.directory import RunDirectory
+    from ckptmgr.run.overview import run_overview, store_overview
+
+    try:
+        RunDirectory.open(url)
+    except CheckpointNotFoundError:
+        store, runs = store_overview(url, kind=KIND)
+        _emit_store(store, runs, as_json=as_json)
+        return
+    overview = run_overview(open_artifact(url), all_lineages=True, check=check)
+    if as_json:
+        emit_json(
+            {
+                "artifact": overview.run.url,
+                "name": overview.run.name,
+                "versions": [_row_json(overview, row) for row in overview.rows],
+            }
+        )
+    else:
+        _emit_versions(overview)
+    for row in overview.rows:
+        if row.why:
+            warn(f"{row.id} is damaged: {row.why}")
+
+
+def _emit_versions(overview: RunOverview) -> None:
+    committed = [row.manifest for row in overview.rows if row.manifest is not None]
+    latest = overview.history.newest()
+    tail = f", latest: v{latest.step}" if latest is not None else ""
+    total = size(sum(manifest.size_bytes for manifest in committed))
+    emit(f"{overview.run.url}: {count(len(committed), 'version')}, {total}{tail}")
+    if not overview.rows:
+        return
+    table = Table(
+        Column(title="version", right=True),
+        Column(title="pushed (UTC)", leave=19),
+        Column(title="size", right=True),
+        Column(title="files", right=True, leave=18),
+        Column(title="tags", least=8, leave=1),
+        Column(title="from", least=10, leave=2),
+        Column(title="metrics", least=10, leave=17),
+        Column(title="state"),
+        Column(title="id", leave=3),
+    )
+    for row in overview.rows:
+        manifest = row.manifest
+        table.add(
+            "" if row.stem is None else f"v{row.stem.step}",
+            "" if manifest is None else when(manifest.created_at),
+            "" if manifest is None else size(manifest.size_bytes),
+            "" if manifest is None else str(len(manifest.files)),
+            ", ".join(row.tags),
+            "" if manifest is None else _source_text(manifest),
+            "" if manifest is None else _metrics_text(manifest),
+            row.state,
+            row.id,
+        )
+    show_table(table)
+
+
+def _emit_store(store: str, runs: list[RunRow], *, as_json: bool) -> None:
+    if as_json:
+        emit_json({"store": store, "artifacts": [_store_row_json(run) for run in runs]})
+    else:
+        emit(f"{store}: {count(len(runs), 'artifact')}")
+        table = Table(
+            Column(title="artifact"),
+            Column(title="versions", right=True),
+            Column(title="latest", right=True),
+            Column(title="size", right=True),
+        )
+        for run in runs:
+            unknown = run.error is not None
+            latest = "" if run.latest is None else f"v{run.latest.step}"
+            table.add(
+                run.name,
+                "?" if unknown else str(run.checkpoints),
+                "?" if unknown else latest,
+                "?" if unknown else size(run.size_bytes),
+            )
+        show_table(table)
+    for run in runs:
+        if run.error is not None:
+            warn(f"{run.name} could not be read: {run.error}")
+    unseen = [run for run in runs if run.is_unseen]
+    if unseen:
+        fail(f"{len(unseen)} of the directories of {store} could not be looked at - see above")
+        raise typer.Exit(4)
+
+
+def show(reference: Reference, as_json: Json = False) -> None:
+    """Show one version: its files, and what it was made from. With --json, its manifest."""
+    import json
+
+    from ckptmgr.core.artifacts import resolve_location
+    from ckptmgr.core.manifest import encode_manifest
+    from ckptmgr.run.artifacts import show_artifact
+
+    artifact = show_artifact(reference)
+    manifest = artifact.manifest
+    if as_json:
+        emit_json(json.loads(encode_manifest(manifest)))
+        return
+    source = artifact.source
+    where = source and source.location and resolve_location(source.location, artifact.url)
+    for label, value in (
+        ("artifact", artifact.reference),
+        ("version", f"{artifact.version}{' (latest)' if artifact.is_latest else ''}"),
+        ("id", manifest.id),
+        ("pushed", f"{when(manifest.created_at)} UTC" if manifest.created_at else "unknown"),
+        ("tags", ", ".join(artifact.tags)),
+        ("from", "" if source is None else f"step {source.stem.step} ({source.stem}) of {where or source.run}"),
+        ("metrics", _metrics_text(manifest)),
+        *(
+            (f"meta {name}", value if isinstance(value, str) else json.dumps(value))
+            for name, value in sorted(artifact.metadata.items())
+        ),
+        ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
+        ("made by", ", ".join(f"{name} {value}" for name, value in sorted(manifest.producer.items()))),
+    ):
+        if value:
+            emit(f"{label + ':':<12}{value}")
+    table = Table(
+        Column(title="file", least=20),
+        Column(title="role", leave=1),
+        Column(title="size", right=True),
+        Column(title="blake3", least=16),
+    )
+    for entry in manifest.files:
+        table.add(entry.path, entry.role, size(entry.size), entry.blake3)
+    show_table(table)
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------------------
+
+
+def tag(
+    url: Name,
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="3 or v3, another tag, or latest.")],
+    name: Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, '.', '_' and '-'; no version.")],
+    as_json: Json = False,
+) -> None:
+    """Point a tag at a version, wherever it pointed before. A tagged version is never pruned."""
+    from ckptmgr.run.artifacts import artifact_url, tag_artifact
+
+    tagged = tag_artifact(f"{artifact_url(url)}@{version}", name)
+    if as_json:
+        emit_json({"artifact": tagged.url, "tag": name, "version": tagged.version, "id": tagged.manifest.id})
+    else:
+        say(f"{name} is v{tagged.version} of {tagged.url}")
+
+
+def untag(
+    url: Name,
+    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag to remove; its version stays.")],
+    as_json: Json = False,
+) -> None:
+    """Remove a tag from an artifact; the version that it pointed to stays."""
+    from ckptmgr.run.artifacts import artifact_url, untag_artifact
+
+    stem = untag_artifact(url, name)
+    if as_json:
+        emit_json({"artifact": artifact_url(url), "tag": name, "version": stem.step, "id": str(stem)})
+    else:
+        say(f"{name} was v{stem.step} of {artifact_url(url)}, and is no tag any more")
+
+
+# --- for people and programs ------------------------------------------------------------------------------------------------------
+
+
+def _source_text(manifest: Manifest) -> str:
+    from ckptmgr.core.artifacts import source_of
+
+    source = source_of(manifest)
+    return "" if source is None else f"{source.run} step {source.stem.step}"
+
+
+def _metrics_text(manifest: Manifest) -> str:
+    return ", ".join(f"{name}={compact(value)}" for name, value in sorted(manifest.metrics.items()))
+
+
+def _artifact_json(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "artifact": artifact.url,
+        "name": artifact.name,
+        **_version_json(artifact.manifest.stem, artifact.manifest, artifact.tags, is_latest=artifact.is_latest),
+    }
+
+
+def _row_json(overview: RunOverview, row: Row) -> dict[str, Any]:
+    is_latest = row.stem is not None and row.stem == overview.history.newest()
+    return {**_version_json(row.stem, row.manifest, row.tags, is_latest=is_latest), "id": row.id, "state": row.state}
+
+
+def _version_json(
+    stem: Stem | None, manifest: Manifest | None, tags: Iterable[str], *, is_latest: bool
+) -> dict[str, Any]:
+    from ckptmgr.core.artifacts import metadata_of, source_of
+
+    return {
+        "version": None if stem is None else stem.step,
+        "id": None if stem is None else str(stem),
+        "latest": is_latest,
+        "size_bytes": None if manifest is None else manifest.size_bytes,
+        "files": None if manifest is None else len(manifest.files),
+        "tags": list(tags),
+        "source": None if manifest is None else _source_json(source_of(manifest)),
+        "metrics": {} if manifest is None else json_metrics(manifest.metrics),
+        "metadata": {} if manifest is None else metadata_of(manifest),
+        "created_at": None if manifest is None else manifest.created_at,
+    }
+
+
+def _source_json(source: Source | None) -> dict[str, Any] | None:
+    from ckptmgr.core.artifacts import encode_source
+
+    return None if source is None else encode_source(source)
+
+
+def _store_row_json(run: RunRow) -> dict[str, Any]:
+    unknown = run.error is not None
+    return {
+        "name": run.name,
+        "versions": None if unknown else run.checkpoints,
+        "latest_version": None if run.latest is None else run.latest.step,
+        "latest_id": None if run.latest is None else str(run.latest),
+        "size_bytes": None if unknown else run.size_bytes,
+    }
