@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,8 +13,22 @@ from ckptmgr.backends.atomic import digest_file, link_or_copy
 from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
 from ckptmgr.core.manifest import FileEntry
-from ckptmgr.core.operations import Create, Delete, Fetch, IsStored, ListKeys, Operation, PutFile, Read, Record, Replace
+from ckptmgr.core.operations import (
+    CopyFile,
+    Create,
+    Delete,
+    Fetch,
+    IsStored,
+    ListKeys,
+    Operation,
+    PutFile,
+    Read,
+    Record,
+    Replace,
+    Together,
+)
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.together import Moved, together
 
 if TYPE_CHECKING:
     from ckptmgr.backends.parts import PartJournal
@@ -42,7 +57,8 @@ def drive(protocol: Generator[Operation, Any, _T], perform: Callable[[Operation]
 
 
 class StoreDriver:
-    """Performs operations on one run directory.
+    """Performs operations on one run directory, files of a remote one side by side. Made and used by one thread, which is the one that `moved` is called by;
+    `record` and `parts` are called by others too.
 
     Args:
         run: where the operations act.
@@ -71,7 +87,7 @@ class StoreDriver:
         self._target = target
         self._link = link
         self._record = record
-        self._callback = None if moved is None else _Moved(moved)
+        self._moved = Moved(moved)
         self._parts = parts
 
     def __call__(self, operation: Operation) -> Any:
@@ -88,12 +104,23 @@ class StoreDriver:
                 return self._run.fs.rm_file(self._run.path(key))
             case PutFile(key, entry):
                 return self._put(key, entry)
+            case CopyFile(source, key, entry):
+                return self._copy(source, key, entry)
+            case Together(parts):
+                return self._together(parts)
             case IsStored(key, entry):
                 return is_stored(self._run, key, entry)
             case Fetch(key, entry):
                 return self._fetch(key, entry)
             case Record():
                 return self._record(operation) if self._record is not None else None
+
+    def _together(self, parts: Sequence[tuple[int, Generator[Operation, Any, None]]]) -> None:
+        if self._run.fs.capabilities.is_local or len(parts) < 2:
+            for _, part in parts:  # a disk does not get faster
+                drive(part, self)
+        else:
+            together([(size, partial(drive, part, self)) for size, part in parts], self._moved)
 
     def _create(self, key: str, body: bytes) -> None:
         """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe.
@@ -108,13 +135,22 @@ class StoreDriver:
         else:
             self._run.fs.unretried.pipe_file(path, body)
 
+    def _copy(self, source: str, key: str, entry: FileEntry) -> bool:
+        """A copy that is not proven is none: the store's word for the source is from when that was written."""
+        try:
+            self._run.fs.cp_file(self._run.path(source), self._run.path(key))
+            return check_stored(self._run, key, entry, need_proof=True) is None
+        except BackendError as exc:
+            logger.info("%s is sent, for the store did not copy it from %s: %s", key, source, exc)
+            return False
+
     def _put(self, key: str, entry: FileEntry) -> None:
         if self._source is None:
             raise SourceChangedError(f"there is no local copy of {entry.path} to upload", path=entry.path)
         self._run.fs.put_file(
             str(self._source / entry.path),
             self._run.path(key),
-            callback=self._callback,
+            callback=self._moved,
             expected=entry.digests,
             parts=None if self._parts is None else self._parts(entry.path),
         )
@@ -143,18 +179,11 @@ class StoreDriver:
     def _bring(self, key: str, target: Path) -> None:
         source = self._run.path(key)
         if not self._link:
-            self._run.fs.get_file(source, str(target), callback=self._callback)
+            self._run.fs.get_file(source, str(target), callback=self._moved)
         elif os.path.isfile(source):
             link_or_copy(source, target, sync=False)
         else:
             raise ObjectNotFoundError(f"{source} is missing", key=key)
-
-
-class _Moved:
-    """The part of an fsspec callback that backends use."""
-
-    def __init__(self, moved: Callable[[int], None]) -> None:
-        self.relative_update = moved
 
 
 def is_stored(run: RunDirectory, key: str, entry: FileEntry) -> bool:

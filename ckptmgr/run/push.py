@@ -22,6 +22,9 @@ from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import joined_attempt
 from ckptmgr.run.tier import describe, next_seq, storable_files
 
+# In how many of the newest checkpoints a file is looked for that need not be sent again.
+_LOOKED_AT = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
@@ -135,7 +138,9 @@ def push(
     with locks.exclusive(run.uuid, entry.stem, "upload") as free:
         if not free:
             raise ConflictError(f"another process is pushing {directory} to {run.url}", hint="wait for it")
-        outcome = replicate(manifest, directory, run, journal, entry, moved=moved)
+        outcome = replicate(
+            manifest, directory, run, journal, entry, earlier=history.readable_chain()[:_LOOKED_AT], moved=moved
+        )
     journal.forget(entry.stem)
     if not isinstance(outcome, Committed):
         raise ConflictError(f"{outcome.stem} was pruned while it was pushed", hint="push it again")

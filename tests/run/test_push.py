@@ -198,7 +198,7 @@ def test_refused_in_the_middle_stays_pending(
     assert len(failed.stderr.splitlines()) == 1
     assert store.keys("run/manifests/") == []
     (entry,) = Journal(journal_root(url)).entries()
-    assert (entry.state, entry.is_pending, entry.confirmed) == ("failed", True, frozenset({"a.bin"}))
+    assert (entry.state, entry.is_pending, "b.bin" in entry.confirmed) == ("failed", True, False)
     listed = json.loads(cli_here("ls", url, "--json").stdout)["checkpoints"]
     assert [(row["id"], row["state"]) for row in listed] == [(str(entry.remote), "uncommitted")]
 

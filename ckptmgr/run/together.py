@@ -1,0 +1,132 @@
+"""Work on many files side by side, in threads, while the thread that asked for it tells progress and can be interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ckptmgr.core.errors import CkptmgrError
+
+#: Files at a time. Small ones wait for answers most of the time; each large one has several requests under way by itself.
+SMALL_FILES = 12
+LARGE_FILES = 2
+#: What counts as large: more than one request moves it.
+LARGE_BYTES = 32 << 20
+# How often progress is told, and an interruption heard, in seconds.
+_TICK_S = 0.2
+# Whoever presses Ctrl-C does not wait for requests that nobody answers.
+_INTERRUPTED_S = 2.0
+
+
+class EndedError(CkptmgrError):
+    """This piece of work was ended because another one failed, or because the whole was interrupted."""
+
+
+class Moved:
+    """The part of an fsspec callback that backends use, for threads that move bytes and one that tells of them.
+
+    Args:
+        told: called with the number of bytes since the last call, also 0, by the thread that made this object; what it raises ends the work.
+    """
+
+    def __init__(self, told: Callable[[int], object] | None) -> None:
+        self._told = told
+        self._owner = threading.get_ident()
+        self._lock = threading.Lock()
+        self._news = 0
+        self._ended = False
+
+    def relative_update(self, count: int = 1) -> None:
+        """`count` bytes were moved.
+
+        Raises:
+            EndedError: nobody wants the rest any more.
+        """
+        if threading.get_ident() == self._owner:
+            self.tell(count)
+            return
+        if self._ended:
+            raise EndedError("this transfer was ended")
+        with self._lock:
+            self._news += count
+
+    def tell(self, count: int = 0) -> None:
+        """Tell what has come together; for the thread that made this object."""
+        with self._lock:
+            news, self._news = self._news + count, 0
+        if self._told is not None:
+            self._told(news)
+
+    def end(self) -> None:
+        """Let whatever moves bytes in other threads raise EndedError at its next block."""
+        self._ended = True
+
+
+def together(work: Sequence[tuple[int, Callable[[], object]]], moved: Moved) -> None:
+    """Do each piece of `work`, given with the bytes that it moves: small ones many at a time, large ones few, in the order given.
+
+    Returns when all threads have ended, but for those of an interrupted program.
+
+    Raises:
+        BaseException: the first that a piece, or the telling, raised; pieces that had not begun are not, the others end at their next block.
+    """
+    crew = _Crew(work, moved)
+    try:
+        crew.wait()
+    except BaseException as error:
+        crew.end(patiently=not isinstance(error, KeyboardInterrupt))
+        raise
+    if crew.error is not None:
+        raise crew.error
+
+
+class _Crew:
+    def __init__(self, work: Sequence[tuple[int, Callable[[], object]]], moved: Moved) -> None:
+        self.error: BaseException | None = None
+        self._moved = moved
+        self._large = deque(call for size, call in work if size > LARGE_BYTES)
+        self._small = deque(call for size, call in work if size <= LARGE_BYTES)
+        # Those who move large files help with the small ones afterwards, never the other way round.
+        jobs: list[tuple[deque[Callable[[], object]], ...]] = [(self._large, self._small)] * min(
+            LARGE_FILES, len(self._large)
+        )
+        jobs += [(self._small,)] * min(SMALL_FILES, len(self._small))
+        self._threads: list[threading.Thread] = []
+        for queues in jobs:
+            thread = threading.Thread(target=self._do, args=queues, name="ckptmgr-file")
+            try:
+                thread.start()
+            except RuntimeError:  # at its end, some Pythons start none: then this one does it
+                break
+            self._threads.append(thread)
+        if jobs and not self._threads:
+            self._do(self._large, self._small)
+
+    def _do(self, *queues: deque[Callable[[], object]]) -> None:
+        for queue in queues:
+            while self.error is None:
+                try:
+                    call = queue.popleft()
+                except IndexError:
+                    break
+                try:
+                    call()
+                except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                    if self.error is None:
+                        self.error = error
+                    self._moved.end()
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_TICK_S)
+                self._moved.tell()
+
+    def end(self, *, patiently: bool) -> None:
+        self.error = self.error or EndedError("interrupted")
+        self._moved.end()
+        for thread in self._threads:
+            with contextlib.suppress(KeyboardInterrupt):
+                thread.join(None if patiently else _INTERRUPTED_S)
