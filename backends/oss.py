@@ -8,16 +8,30 @@ Source: https://www.alibabacloud.com/help/en/oss/developer-reference/putobject
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
-from ckptmgr.backends.base import Capabilities, WriteMode
+from ckptmgr.backends.base import BucketFacts, Capabilities, Connection, PendingUpload, WriteMode
 from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.objectrequests import STALL_S, DamagedInTransitError, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
+from ckptmgr.backends.options import StoreOptions
+from ckptmgr.backends.ossbucket import LifecycleRule
 from ckptmgr.backends.ossclient import Oss2Client, OssClient
 from ckptmgr.backends.parts import Part, Receipt
-from ckptmgr.core.errors import BackendError, ObjectExistsError, TransientBackendError
+from ckptmgr.backends.profiles import profile_of
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    BucketNotFoundError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    TransientBackendError,
+)
+
+T = TypeVar("T")
+_Versioning = Literal["off", "enabled", "suspended"]
+_VERSIONING: dict[str, _Versioning] = {"Enabled": "enabled", "Suspended": "suspended"}
 
 
 class OSSBackend(ObjectStoreBackend):
@@ -26,17 +40,26 @@ class OSSBackend(ObjectStoreBackend):
     Args:
         client: the library; oss2, configured by the environment, if not given.
         stall_s: a request is cut, and tried again, after so many seconds without a byte; for the client that is not given.
+        store_options: encryption, storage class and addressing; likewise.
         options: those of `ObjectStoreBackend`; OSS takes no part smaller than 100 KiB, except the last.
     """
 
     protocol = ("oss",)
     kind = "oss"
     crc_kind = "crc64xz"
-    capabilities = Capabilities(create_only=True, stored_crc="crc64xz")
+    capabilities = Capabilities(create_only=True, stored_crc="crc64xz", etags=True)
 
-    def __init__(self, *, client: OssClient | None = None, stall_s: float = STALL_S, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        client: OssClient | None = None,
+        stall_s: float = STALL_S,
+        store_options: StoreOptions | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self._oss: OssClient = client or Oss2Client(stall_s=stall_s)
+        self.store_options = store_options or StoreOptions()
+        self._oss: OssClient = client or Oss2Client(stall_s=stall_s, options=self.store_options)
         self._answers_crc = False
 
     @property
@@ -104,3 +127,57 @@ class OSSBackend(ObjectStoreBackend):
         except BackendError as error:
             if getattr(error, "code", "") != "NoSuchUpload":
                 raise
+
+    # -- the bucket -------------------------------------------------------------------------------------------------------
+
+    def list_uploads(self, path: str) -> list[PendingUpload]:
+        bucket, _, prefix = self._strip_protocol(path).partition("/")
+        return self._oss.list_uploads(bucket, f"{prefix}/" if prefix else "")
+
+    def bucket_facts(self, path: str) -> BucketFacts:
+        bucket, _, key = self._strip_protocol(path).partition("/")
+        versioning = _if_allowed(lambda: self._oss.versioning(bucket))
+        state: _Versioning | None = None if versioning is None else _VERSIONING.get(versioning, "off")
+        rules: list[LifecycleRule] | None = _if_allowed(lambda: self._oss.lifecycle(bucket), none=[])
+        if rules is None:
+            return BucketFacts(versioning=state)
+        prefix = f"{key}/" if key else ""
+        # A rule is sure to drop what is left behind if it is for all keys; to take objects away it need be for some.
+        whole = [rule for rule in rules if prefix.startswith(rule.prefix) and not rule.is_narrowed]
+        touching = [rule for rule in rules if prefix.startswith(rule.prefix) or rule.prefix.startswith(prefix)]
+        return BucketFacts(
+            versioning=state,
+            abort_days=min((rule.abort_days for rule in whole if rule.abort_days), default=0),
+            expires=any(rule.expires for rule in touching),
+            archives=any(rule.archives for rule in touching),
+            noncurrent_days=min((rule.noncurrent_days for rule in whole if rule.noncurrent_days), default=0),
+        )
+
+    def connection(self) -> Connection:
+        endpoint, credentials = self._oss.endpoint, self._oss.credentials
+        try:
+            keys = credentials.current()
+        except AccessDeniedError:
+            keys = None
+        return Connection(
+            endpoint=endpoint.url,
+            region=endpoint.region or None,
+            addressing=endpoint.style,
+            profile=profile_of("oss", endpoint.url, self.store_options),
+            credentials=None if keys is None else credentials.found_in,
+            is_temporary=keys is not None and bool(keys.token),
+            expires_s=None if keys is None else keys.expires_s,
+        )
+
+
+def _if_allowed(ask: Callable[[], T], *, none: T | None = None) -> T | None:
+    """What the bucket says; None when these credentials, or this store, do not let us know; `none` when there is no such setting."""
+    try:
+        return ask()
+    except (BucketNotFoundError, TransientBackendError):
+        raise
+    except ObjectNotFoundError as error:
+        # "NoSuchLifecycle".
+        return none if getattr(error, "code", "").startswith("NoSuch") else None
+    except BackendError:
+        return None

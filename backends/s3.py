@@ -46,7 +46,7 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        return Capabilities(create_only=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme")
+        return Capabilities(create_only=True, etags=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme")
 
     @property
     def _store_checks(self) -> bool:

@@ -17,7 +17,6 @@ from ckptmgr.core.errors import (
     ConfigError,
     ConflictError,
     ManifestError,
-    ManifestVersionError,
     ObjectExistsError,
     ObjectNotFoundError,
 )
@@ -28,17 +27,16 @@ from ckptmgr.core.records import (
     AttemptRecord,
     RunRecord,
     TagRecord,
-    decode_attempt,
     decode_run,
-    decode_tag,
     encode_run,
     encode_tag,
 )
+from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
 from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_READERS = 8
+_READERS = 16
 _LOOKED_AT = 20
 _KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
 LooseState = Literal["uncommitted", "foreign", "bare"]
@@ -283,34 +281,23 @@ class RunDirectory:
 
     # --- looking ----------------------------------------------------------------------------------------------------------
 
-    def history(self) -> History:
-        """Everything that decides what is newest: one listing each of manifests, attempts and tags, and their contents."""
-        found: dict[Stem, Manifest] = {}
-        broken: dict[Stem, ManifestError] = {}
-        closed: dict[Stem, ClosingRecord] = {}
-        stems = self.stems()
-        for stem, outcome in zip(stems, self.map(self._read_manifest, stems), strict=True):
-            if isinstance(outcome, Manifest):
-                found[stem] = outcome
-            elif isinstance(outcome, ClosingRecord):
-                closed[stem] = outcome
-            elif outcome is not None:
-                broken[stem] = outcome
-        return History(
-            run_uuid=self.uuid,
-            where=self.url,
-            manifests=found,
-            broken=broken,
-            closed=closed,
-            attempts=self.attempts(),
-            tags=self.tags(),
-        )
+    def history(self, *, cached: bool = True) -> History:
+        """Everything that decides what is newest: one listing each of manifests, attempts and tags, and their contents.
+
+        Args:
+            cached: what this machine has read before and the store lists unchanged is not read again. Without it every byte is the store's own.
+        """
+        return read_history(self, cached=cached)
+
+    def records(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Every key of this run below `folder`, sorted, with its record as `Backend.find` gives it."""
+        found = self.fs.find(self.path(folder), detail=True)
+        assert isinstance(found, dict)
+        return {name[len(self.root) + 1 :]: record for name, record in found.items()}
 
     def stems(self) -> list[Stem]:
         """Every stem with something in the manifest's place (committed, closed or unreadable), in (attempt, step, seq) order."""
-        names = (key.rsplit("/", 1)[-1] for key in self.keys(layout.MANIFESTS))
-        stems = (layout.parse_stem(name.removesuffix(".json")) for name in names if name.endswith(".json"))
-        return sorted(stem for stem in stems if stem is not None)
+        return list(stems_in(dict.fromkeys(self.keys(layout.MANIFESTS))))
 
     def manifest(self, stem: Stem) -> Manifest | ClosingRecord:
         """What stands in the manifest's place of `stem`.
@@ -319,58 +306,23 @@ class RunDirectory:
             CheckpointNotFoundError: nothing does.
             ManifestError: it cannot be read.
         """
-        outcome = self._read_manifest(stem)
-        if outcome is None:
+        data = self.read(layout.manifest_key(stem))
+        if data is None:
             raise CheckpointNotFoundError(f"no checkpoint {stem} in {self.url}", hint="see `ckptmgr ls --all`")
+        outcome = judged(self, stem, data)
         if isinstance(outcome, ManifestError):
             raise outcome
         return outcome
 
-    def _read_manifest(self, stem: Stem) -> Manifest | ClosingRecord | ManifestError | None:
-        key = layout.manifest_key(stem)
-        data = self.read(key)
-        if data is None:
-            return None  # pruned, and its record tidied away, between the listing and this read
-        where = f"{self.url}/{key}"
-        try:
-            record = decode_manifest(data, where=where)
-        except ManifestError as exc:
-            return exc
-        if record.stem != stem or (isinstance(record, Manifest) and self.uuid and record.run_uuid != self.uuid):
-            return ManifestError(
-                f"{where} belongs to another checkpoint or run ({record.stem})",
-                hint="it was copied here by hand; `ckptmgr push` brings it in properly",
-                key=key,
-            )
-        return record
-
     def attempts(self) -> dict[int, AttemptRecord]:
         """Every claimed attempt. A record that cannot be read still counts as claimed: numbers are never reused."""
-        found: dict[int, AttemptRecord] = {}
         keys = [key for key in self.keys(layout.ATTEMPTS) if layout.attempt_number(key) is not None]
-        for key, data in zip(keys, self.map(self.read, keys), strict=True):
-            number = layout.attempt_number(key)
-            if data is None or number is None or number in found:
-                continue
-            try:
-                record = decode_attempt(data, where=f"{self.url}/{key}")
-            except ManifestVersionError:
-                raise
-            except ManifestError as exc:
-                logger.warning("%s; taken as an automatic continuation", exc)
-                record = AttemptRecord(number=number, how="auto")
-            found[number] = record
-        return found
+        return attempts_of(self, dict(zip(keys, self.map(self.read, keys), strict=True)))
 
     def tags(self) -> dict[str, Stem]:
         """Where each tag points. A tag that cannot be read is an error: prune must not take its checkpoint for untagged."""
-        found: dict[str, Stem] = {}
         keys = [key for key in self.keys(layout.TAGS) if key.endswith(".json")]
-        for key, data in zip(keys, self.map(self.read, keys), strict=True):
-            if data is not None:
-                record = decode_tag(data, where=f"{self.url}/{key}")
-                found[record.tag] = record.stem
-        return found
+        return tags_of(self, dict(zip(keys, self.map(self.read, keys), strict=True)))
 
     def loose_data(self, known: Iterable[Stem]) -> list[LooseData]:
         """What lies in the run without being a checkpoint: data without a manifest, and files that are not ours.
@@ -403,7 +355,8 @@ class RunDirectory:
             layout.LOG_FILE,
             layout.OLD_LOG_FILE,
         }
-        result.extend(LooseData(name=name, state="foreign") for name in self._names("") if name not in ours)
+        names = (name for name in self._names("") if name not in ours and not layout.is_doctors(name))
+        result.extend(LooseData(name=name, state="foreign") for name in names)
         return result
 
     def _is_bare_folder(self, key: str) -> bool:

@@ -39,5 +39,10 @@ def state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "ckptmgr")
 
 
+def cache_dir() -> Path:
+    """Where this user's machine keeps what only saves time, and may vanish at any moment."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ckptmgr")
+
+
 def host_name() -> str:
     return socket.gethostname()
