@@ -36,13 +36,13 @@ class History:
     closed: Mapping[Stem, ClosingRecord] = field(default_factory=dict)
     attempts: Mapping[int, AttemptRecord] = field(default_factory=dict)
     tags: Mapping[str, Stem] = field(default_factory=dict)
+    _chain: list[Stem] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def highest_attempt(self) -> int | None:
         """The highest attempt claimed, or named by a commit; None on a run without either."""
-        return max(
-            [*self.attempts, *(stem.attempt for stem in (*self.manifests, *self.broken, *self.closed))], default=None
-        )
+        stems = (stem.attempt for stem in (*self.manifests, *self.broken, *self.closed))
+        return max((*self.attempts, *stems), default=None)
 
     @property
     def has_commits(self) -> bool:
@@ -51,7 +51,10 @@ class History:
 
     def chain(self) -> list[Stem]:
         """The present lineage, newest first, unreadable ones included: fall-back must name those."""
-        return chain([*self.manifests, *self.broken], self.attempts)
+        if self._chain is None:
+            # Asked for again and again, and the work is in proportion to the run's length. What it is made of never changes.
+            object.__setattr__(self, "_chain", chain([*self.manifests, *self.broken], self.attempts))
+        return list(self._chain or ())
 
     def readable_chain(self) -> list[Manifest]:
         """The present lineage, newest first, without unreadable ones."""
@@ -60,7 +63,7 @@ class History:
     def others(self) -> list[Manifest]:
         """Committed checkpoints outside the present lineage, oldest first."""
         present = set(self.chain())
-        return [self.manifests[stem] for stem in sorted(self.manifests) if stem not in present]
+        return [self.manifests[stem] for stem in sorted(self.manifests.keys() - present)]
 
     def newest(self) -> Stem | None:
         return next(iter(self.chain()), None)

@@ -9,8 +9,9 @@ Modification times, wall clocks and string order play no part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.records import AttemptRecord
@@ -41,16 +42,30 @@ def spans(attempts: Mapping[int, AttemptRecord], committed_attempts: Iterable[in
     for record in attempts.values():
         if record.parent is not None and record.parent.attempt < record.number:
             known.setdefault(record.parent.attempt, AttemptRecord(number=record.parent.attempt, how="auto"))
-    lineages: dict[int, list[Span]] = {}
-    previous: list[Span] = []
+    lineages: dict[int, _Link] = {}
+    previous: _Link | None = None
     for number in sorted(known):
-        previous = [Span(attempt=number), *_below(known[number], lineages, previous)]
-        lineages[number] = previous
-    return previous
+        previous = lineages[number] = _Link(Span(attempt=number), _below(known[number], lineages, previous))
+    return [] if previous is None else [link.span for link in previous]
 
 
-def _below(record: AttemptRecord, lineages: Mapping[int, list[Span]], previous: list[Span]) -> list[Span]:
-    """What the attempt of `record` goes on from, newest first.
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The newest span of a lineage and what is below it. Lineages share what they have in common: an attempt is a start, and a run that is reclaimed
+    every few minutes has thousands."""
+
+    span: Span
+    below: _Link | None
+
+    def __iter__(self) -> Iterator[_Link]:
+        link: _Link | None = self
+        while link is not None:
+            yield link
+            link = link.below
+
+
+def _below(record: AttemptRecord, lineages: Mapping[int, _Link], previous: _Link | None) -> _Link | None:
+    """What the attempt of `record` goes on from.
 
     Args:
         lineages: of every lower attempt.
@@ -58,19 +73,19 @@ def _below(record: AttemptRecord, lineages: Mapping[int, list[Span]], previous: 
     """
     parent = record.parent
     if record.how == "fresh":
-        return []
+        return None
     if parent is None:
         # An automatic start that found nothing goes on from the attempt before it, whose first commit may still be on its way.
         return previous
     # A parent at or above the attempt itself would loop; such a record is wrong and ends the chain.
     if parent.attempt >= record.number:
-        return []
+        return None
     below = lineages[parent.attempt]
     if record.how == "explicit":
-        return [Span(attempt=parent.attempt, last=parent.position), *below[1:]]
+        return _Link(Span(attempt=parent.attempt, last=parent.position), below.below)
     # What an automatic start found lay in the lineage of the attempt before it: where a rewind had cut that, it stays cut, also if the
     # rewound attempt died before its first save (K124).
-    return next((previous[at:] for at, span in enumerate(previous) if span.holds(parent)), below)
+    return next((link for link in previous or () if link.span.holds(parent)), below)
 
 
 def chain(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> list[Stem]:
@@ -80,17 +95,11 @@ def chain(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> list[
         stems: committed checkpoints, in any order.
         attempts: every claimed attempt by number.
     """
-    everything = sorted(set(stems))
-    result: list[Stem] = []
-    for span in spans(attempts, (stem.attempt for stem in everything)):
-        result.extend(
-            sorted(
-                (stem for stem in everything if span.holds(stem)),
-                key=lambda stem: (stem.position, stem.nonce),
-                reverse=True,
-            )
-        )
-    return result
+    committed: dict[int, list[Stem]] = {}
+    for stem in sorted(set(stems), key=attrgetter("step", "seq", "nonce"), reverse=True):
+        committed.setdefault(stem.attempt, []).append(stem)
+    lineage = spans(attempts, committed)
+    return [stem for span in lineage for stem in committed.get(span.attempt, ()) if span.holds(stem)]
 
 
 def newest(stems: Iterable[Stem], attempts: Mapping[int, AttemptRecord]) -> Stem | None:
