@@ -13,8 +13,8 @@ from time import monotonic, sleep
 from types import TracebackType
 
 _SOURCE = Path(__file__).with_name("null_s3.c")
-_HOLD, _WAITING, _COMMITS = range(3)
-_WORDS = 3
+_HOLD, _WAITING, _COMMITS, _RECEIVED = range(4)
+_WORDS = 4
 BUCKET = "bench"
 
 
@@ -59,6 +59,11 @@ class NullS3:
     def commits(self) -> int:
         """Manifests created so far. A read of memory: nothing is asked."""
         return self._words[_COMMITS]
+
+    @property
+    def received(self) -> int:
+        """Bytes of all bodies that it was sent so far. A read of memory."""
+        return self._words[_RECEIVED]
 
     def hold(self) -> None:
         """Let no multipart upload begin from now on, until `let_go`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import signal
@@ -59,7 +60,16 @@ def get(path: Path, url: str, moved: Callable[[int], None]) -> None:
     fs.get_file(key, str(path))
 
 
-ACTIONS = {"create": create, "push": push_directory, "resume": resume_newest, "put": put, "get": get}
+def ls(path: Path, url: str, moved: Callable[[int], None]) -> None:
+    """Ends as the command does, but for the process."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        from ckptmgr.cli.main import main
+
+        sys.argv = ["ckptmgr", "ls", url, "--json"]
+        main()
+
+
+ACTIONS = {"create": create, "push": push_directory, "resume": resume_newest, "put": put, "get": get, "ls": ls}
 
 
 class Syncs:

@@ -62,7 +62,8 @@ class Peers:
             return self.program(peer) is not None
         python = self.program("python")
         return (
-            python is not None and subprocess.run([python, "-c", f"import {peer}"], capture_output=True).returncode == 0
+            python is not None
+            and subprocess.run([python, "-c", f"import {peer}"], capture_output=True, check=False).returncode == 0
         )
 
     def command(self, peer: str, job: Job) -> list[str]:

@@ -1,261 +1,213 @@
-"""The measurements of `transfer.py`: who moves what, to and from which store. Each is a process of its own."""
+"""The rows of `transfer.py`: who moves what, to and from which store."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from _peers import HERE, Job, Peers
-from _stores import Place, Stores
+from _bench import MIB, RUN, Bench, Failed, Measured
+from _listing import Listing
+from _peers import Job
+from _stores import NullPlace, Place
 
-DEADLINE_S = 900
-MIB = 1 << 20
-RUN = "run"
-OURS = ("ours", "bare")
+OURS = ("ours", "bare", "cold", "warm")
 PEERS = ("s5cmd", "rclone", "obstore", "s3fs")
+MOVERS = ("ours", "bare", *PEERS)
+NOT_BARE = ("ours", *PEERS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one process took.
+class Row(Protocol):
+    """One question of the bench.
 
     Attributes:
-        wall_s: seconds; user_s and sys_s: of the processor, children included.
-        base_mib: resident before it began; None for a program that is measured as a whole.
-        peak_mib: resident at most.
-        synced_s: of the seconds, those in which it waited for the disk; ours only.
-        sent: bytes that the store was sent; None where nobody counted.
+        title: of its lines in the page.
+        clients: who can be asked.
     """
 
-    wall_s: float
-    user_s: float
-    sys_s: float
-    peak_mib: float
-    base_mib: float | None = None
-    synced_s: float = 0.0
-    imported: int = 0
-    sent: int | None = None
+    title: str
+    clients: Sequence[str]
 
-    @property
-    def cpu_s(self) -> float:
-        return self.user_s + self.sys_s
+    def actions(
+        self, bench: Bench, clients: Sequence[str], *more: str
+    ) -> AbstractContextManager[Mapping[str, Callable[[], Measured]]]:
+        """What measures each client once.
 
-    @property
-    def extra_mib(self) -> float:
-        return self.peak_mib - (self.base_mib or 0.0)
+        Args:
+            more: options for `_ours.py`.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the bench: all files of a source to a place, or from there."""
+class Upload:
+    """All files of a source to a bucket of their own."""
 
     title: str
     place: str
-    up: bool
     source: str
-    clients: tuple[str, ...] = (*OURS, *PEERS)
-
-
-NOT_BARE = ("ours", *PEERS)
-ROWS = {
-    "up1": Row(title="upload, 1 file, http", place="http", up=True, source="one"),
-    "up1_https": Row(title="upload, 1 file, https", place="https", up=True, source="one"),
-    "up1_null": Row(title="upload, 1 file, null server", place="null", up=True, source="one"),
-    "up8": Row(title="upload, 8 files, http", place="http", up=True, source="eight", clients=NOT_BARE),
-    "down1": Row(title="download, 1 file, http", place="http", up=False, source="one"),
-    "down1_https": Row(title="download, 1 file, https", place="https", up=False, source="one"),
-    "small": Row(title="upload, small files, http", place="http", up=True, source="small", clients=NOT_BARE),
-    "small_down": Row(title="download, small files, http", place="http", up=False, source="small", clients=NOT_BARE),
-}
-
-
-class Sources:
-    """Directories to upload, filled with random bytes when they are first asked for.
-
-    Args:
-        size_mib: of the one file; the eight have a quarter each.
-        small: how many small files, of 16 KiB.
-    """
-
-    def __init__(self, directory: Path, *, size_mib: int, small: int) -> None:
-        self._directory = directory
-        quarter = max(1, size_mib // 4)
-        self._files = {
-            "one": {"model.safetensors": size_mib * MIB},
-            "eight": {f"model-{number}.safetensors": quarter * MIB for number in range(1, 9)},
-            "small": {f"shard-{number:05}.bin": 16 << 10 for number in range(small)},
-        }
-
-    def directory(self, source: str) -> Path:
-        """The directory; its name ends in a step, as a trainer's."""
-        directory = self._directory / source / "checkpoint-1"
-        if not directory.exists():
-            directory.mkdir(parents=True)
-            for name, size in self._files[source].items():
-                with (directory / name).open("wb") as file:
-                    for start in range(0, size, 16 * MIB):
-                        file.write(os.urandom(min(16 * MIB, size - start)))
-        return directory
-
-    def file(self, source: str) -> Path:
-        """Its only file."""
-        (name,) = self._files[source]
-        return self.directory(source) / name
-
-    def bytes_of(self, source: str) -> int:
-        """Size of all its files."""
-        return sum(self._files[source].values())
-
-
-class Bench:
-    """Runs measured processes.
-
-    Args:
-        directory: on the disk where sources, targets and the store's volumes are.
-    """
-
-    def __init__(self, directory: Path, stores: Stores, peers: Peers, sources: Sources) -> None:
-        self.directory, self.stores, self.peers, self.sources = directory, stores, peers, sources
-        self._home = directory / "home"
-        self._home.mkdir()
-
-    def environment(self, place: Place, home: Path | None = None) -> dict[str, str]:
-        """Of a measured process: the caller's, except for what leads to other stores or keeps state from one measurement to another."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "OSS_", "XDG_"))}
-        own = {
-            "HOME": str(home or self._home),
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_REGION": "us-east-1",
-        }
-        return {**kept, **own, **place.environment}
-
-    def run(self, command: list[str], environment: Mapping[str, str], *, may_die: bool = False) -> Measured | None:
-        """Run it, with nothing left to be written to the disk by whoever ran before.
-
-        Returns:
-            None when it `may_die` and did.
-        """
-        os.sync()
-        result = self.directory / "took"
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(HERE / "_launch.py"), str(result), *command],
-            env=environment,
-            cwd=self.directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
-        try:
-            out, err = process.communicate(timeout=DEADLINE_S)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if process.returncode != 0:
-            if may_die:
-                return None
-            raise Failed(f"{' '.join(command[:3])} … ended with {process.returncode}: {(err or out).strip()[-600:]}")
-        wall_s, user_s, sys_s, peak_kib = map(float, result.read_text().split())
-        whole = {"wall_s": wall_s, "user_s": user_s, "sys_s": sys_s, "peak_mib": peak_kib / 1024}
-        return Measured(**(json.loads(out.splitlines()[-1]) if "_clock" in _kinds(command) else whole))
-
-    def ours(
-        self, place: Place, action: str, path: Path | str, url: str, *more: str, may_die: bool = False
-    ) -> Measured | None:
-        """One action of `_ours.py`."""
-        command = [sys.executable, str(HERE / "_ours.py"), action, str(path), url, *more]
-        return self.run(command, self.environment(place), may_die=may_die)
-
-    def move(
-        self, row: Row, client: str, place: Place, bucket: str, prefix: str, directory: Path, *more: str
-    ) -> Measured:
-        """One transfer between `directory` and `bucket/prefix`.
-
-        Args:
-            prefix: of ours, a run on the way up; the folder of the checkpoint on the way down.
-            more: for `_ours.py`.
-        """
-        verb = {("ours", True): "push", ("ours", False): "resume", ("bare", True): "put", ("bare", False): "get"}
-        if client == "ours":
-            url = f"s3://{bucket}/{prefix if row.up else RUN}"
-            found = self.ours(place, verb[client, row.up], directory, url, *more)
-        elif client == "bare":
-            name = self.sources.file(row.source).name
-            found = self.ours(place, verb[client, row.up], directory / name, f"s3://{bucket}/{prefix}/{name}")
-        else:
-            environment = self.environment(place)
-            job = Job(
-                up=row.up,
-                directory=directory,
-                bucket=bucket,
-                prefix=prefix,
-                endpoint=place.endpoint,
-                environment=environment,
-                is_small=row.source == "small",
-            )
-            found = self.run(self.peers.command(client, job), environment)
-        assert found is not None
-        return found
+    clients: Sequence[str] = MOVERS
 
     @contextlib.contextmanager
-    def actions(self, row: Row, clients: list[str], *more: str) -> Iterator[dict[str, Callable[[], Measured]]]:
-        """What measures each client once."""
-        place = self.stores.place(row.place)
-        if row.up:
-            yield {client: partial(self._up, row, client, place, *more) for client in clients}
-            return
-        with place.bucket() as bucket:
-            self._push(place, bucket, self.sources.directory(row.source))
-            (folder,) = {key.rpartition("/")[0] for key in place.sizes(bucket, f"{RUN}/checkpoints/")}
-            yield {client: partial(self._down, row, client, place, bucket, folder, *more) for client in clients}
+    def actions(
+        self, bench: Bench, clients: Sequence[str], *more: str
+    ) -> Iterator[Mapping[str, Callable[[], Measured]]]:
+        yield {client: partial(self._once, bench, client, *more) for client in clients}
 
-    def _push(self, place: Place, bucket: str, directory: Path) -> None:
-        self.ours(place, "create", "-", f"s3://{bucket}/{RUN}", may_die=False)
-        self.ours(place, "push", directory, f"s3://{bucket}/{RUN}")
-
-    def _up(self, row: Row, client: str, place: Place, *more: str) -> Measured:
-        directory = self.sources.directory(row.source)
+    def _once(self, bench: Bench, client: str, *more: str) -> Measured:
+        place, directory = bench.stores.place(self.place), bench.sources.directory(self.source)
+        below = f"{RUN}/checkpoints/" if client == "ours" else f"{RUN}/"
         with place.bucket() as bucket:
             if client == "ours":
-                self.ours(place, "create", "-", f"s3://{bucket}/{RUN}")
-            found = self.move(row, client, place, bucket, RUN, directory, *more)
-            stored = sum(place.sizes(bucket, f"{RUN}/checkpoints/" if client == "ours" else f"{RUN}/").values())
-        self._expect(stored, row, client)
+                found = bench.ours(place, "push", directory, bench.create_run(place, bucket), *more)
+            elif client == "bare":
+                file = bench.sources.file(self.source)
+                found = bench.ours(place, "put", file, f"s3://{bucket}/{RUN}/{file.name}", *more)
+            else:
+                found = move(bench, client, place, directory, bucket, RUN, up=True, small=self.source == "small")
+            stored = sum(place.sizes(bucket, below).values())
+        expect(stored, bench.sources.bytes_of(self.source), client)
         return found
 
-    def _down(self, row: Row, client: str, place: Place, bucket: str, folder: str, *more: str) -> Measured:
-        target = self.directory / "target" / "checkpoint-1"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """A checkpoint, or what lies below it, to a directory that is not there before."""
+
+    title: str
+    place: str
+    source: str
+    clients: Sequence[str] = MOVERS
+
+    @contextlib.contextmanager
+    def actions(
+        self, bench: Bench, clients: Sequence[str], *more: str
+    ) -> Iterator[Mapping[str, Callable[[], Measured]]]:
+        place = bench.stores.place(self.place)
+        with place.bucket() as bucket:
+            bench.ours(place, "push", bench.sources.directory(self.source), bench.create_run(place, bucket))
+            (folder,) = {key.rpartition("/")[0] for key in place.sizes(bucket, f"{RUN}/checkpoints/")}
+            yield {client: partial(self._once, bench, client, place, bucket, folder, *more) for client in clients}
+
+    def _once(self, bench: Bench, client: str, place: Place, bucket: str, folder: str, *more: str) -> Measured:
+        target = bench.directory / "target" / "checkpoint-1"
         target.mkdir(parents=True)
         try:
-            found = self.move(row, client, place, bucket, folder, target, *more)
-            self._expect(sum(path.stat().st_size for path in target.iterdir()), row, client)
+            if client == "ours":
+                found = bench.ours(place, "resume", target, f"s3://{bucket}/{RUN}", *more)
+            elif client == "bare":
+                name = bench.sources.file(self.source).name
+                found = bench.ours(place, "get", target / name, f"s3://{bucket}/{folder}/{name}", *more)
+            else:
+                found = move(bench, client, place, target, bucket, folder, up=False, small=self.source == "small")
+            expect(sum(path.stat().st_size for path in target.iterdir()), bench.sources.bytes_of(self.source), client)
         finally:
             shutil.rmtree(target.parent)
         return found
 
-    def _expect(self, count: int, row: Row, client: str) -> None:
-        if count != self.sources.bytes_of(row.source):
-            raise Failed(f"{client} moved {count} bytes of {self.sources.bytes_of(row.source)}")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged:
+    """The next checkpoint, in which only a small file is new."""
+
+    title: str
+    place: str
+    clients: Sequence[str] = ("ours",)
+
+    @contextlib.contextmanager
+    def actions(
+        self, bench: Bench, clients: Sequence[str], *more: str
+    ) -> Iterator[Mapping[str, Callable[[], Measured]]]:
+        yield {client: partial(self._once, bench, *more) for client in clients}
+
+    def _once(self, bench: Bench, *more: str) -> Measured:
+        place, sources = bench.stores.place(self.place), bench.sources
+        with place.bucket() as bucket:
+            url = bench.create_run(place, bucket)
+            bench.ours(place, "push", sources.directory("one"), url)
+            found = counted(place, lambda: bench.ours(place, "push", sources.next_directory("one"), url, *more))
+            files = [size for size in place.sizes(bucket, f"{RUN}/checkpoints/").values() if size >= MIB]
+        expect(sum(files), 2 * sources.bytes_of("one"), "ours")
+        return found
 
 
-class Failed(Exception):
-    """A measured process failed, or did not do what it was to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """The same push again, after one that was killed when 60 % had been read to be sent."""
+
+    title: str
+    place: str
+    clients: Sequence[str] = ("ours",)
+
+    @contextlib.contextmanager
+    def actions(
+        self, bench: Bench, clients: Sequence[str], *more: str
+    ) -> Iterator[Mapping[str, Callable[[], Measured]]]:
+        yield {client: partial(self._once, bench, *more) for client in clients}
+
+    def _once(self, bench: Bench, *more: str) -> Measured:
+        place, directory = bench.stores.place(self.place), bench.sources.directory("one")
+        dies_after = str(bench.sources.bytes_of("one") * 6 // 10 // MIB)
+        with place.bucket() as bucket:
+            url = bench.create_run(place, bucket)
+            with contextlib.suppress(Failed):
+                bench.ours(place, "push", directory, url, "--die-after", dies_after)
+                raise AssertionError("the first try was to be killed")
+            found = counted(place, lambda: bench.ours(place, "push", directory, url, *more))
+            expect(sum(place.sizes(bucket, f"{RUN}/checkpoints/").values()), bench.sources.bytes_of("one"), "ours")
+        return found
 
 
-def _kinds(command: list[str]) -> str:
-    """Which clock tells what `command` took: its own, or that of whoever started it."""
-    own = {"_ours.py", "_libraries.py"}
-    return "_clock" if len(command) > 1 and Path(command[1]).name in own and command[2] != "create" else "whole"
+def counted(place: Place, action: Callable[[], Measured]) -> Measured:
+    """With the bytes that the store was sent meanwhile, where it counts them."""
+    if not isinstance(place, NullPlace):
+        return action()
+    before = place.server.received
+    found = action()
+    return replace(found, sent=place.server.received - before)
+
+
+def move(
+    bench: Bench, client: str, place: Place, directory: Path, bucket: str, prefix: str, *, up: bool, small: bool
+) -> Measured:
+    """One transfer by one of the others."""
+    environment = bench.environment(place)
+    job = Job(
+        up=up,
+        directory=directory,
+        bucket=bucket,
+        prefix=prefix,
+        endpoint=place.endpoint,
+        environment=environment,
+        is_small=small,
+    )
+    command = bench.peers.command(client, job)
+    if client in ("s5cmd", "rclone"):
+        return bench.run(command, environment)[0]
+    return bench.run_clocked(command, environment)
+
+
+def expect(count: int, wanted: int, client: str) -> None:
+    """A measurement of something else than what was asked for is none."""
+    if count != wanted:
+        raise Failed(f"{client} moved {count} bytes of {wanted}")
+
+
+ROWS: Mapping[str, Row] = {
+    "up1": Upload(title="upload, 1 file, http", place="http", source="one"),
+    "up1_https": Upload(title="upload, 1 file, https", place="https", source="one"),
+    "up1_null": Upload(title="upload, 1 file, null server", place="null", source="one"),
+    "up8": Upload(title="upload, 8 files, http", place="http", source="eight", clients=NOT_BARE),
+    "down1": Download(title="download, 1 file, http", place="http", source="one"),
+    "down1_https": Download(title="download, 1 file, https", place="https", source="one"),
+    "small": Upload(title="upload, small files, http", place="http", source="small", clients=NOT_BARE),
+    "small_down": Download(title="download, small files, http", place="http", source="small", clients=NOT_BARE),
+    "list": Listing(title="list of checkpoints, http", place="http"),
+    "unchanged": Unchanged(title="upload, 1 unchanged file, http", place="http"),
+    "unchanged_null": Unchanged(title="upload, 1 unchanged file, null server", place="null"),
+    "repeat_null": Repeat(title="the rest of a killed upload, null server", place="null"),
+}

@@ -23,12 +23,10 @@ class Place(ABC):
     Attributes:
         endpoint: its URL.
         environment: what points a client at it.
-        keeps: whether it keeps what it is sent, so that it can be fetched.
     """
 
     endpoint: str
     environment: Mapping[str, str]
-    keeps: bool
 
     @contextlib.contextmanager
     def bucket(self) -> Iterator[str]:
@@ -45,6 +43,14 @@ class Place(ABC):
         """What is stored: size by key."""
 
     @abstractmethod
+    def read(self, bucket: str, key: str) -> bytes:
+        """A small object."""
+
+    @abstractmethod
+    def write(self, bucket: str, key: str, data: bytes) -> None:
+        """Store a small object; from any thread."""
+
+    @abstractmethod
     def _make(self, bucket: str) -> None: ...
 
     @abstractmethod
@@ -59,8 +65,6 @@ def _sizes(client: Any, bucket: str, prefix: str) -> dict[str, int]:
 class WeedPlace(Place):
     """One of the two endpoints of a SeaweedFS. Its volumes are per bucket, and go with it."""
 
-    keeps = True
-
     def __init__(self, server: WeedServer, *, tls: bool) -> None:
         self._server = server
         self.endpoint = server.url if tls else server.plain_url
@@ -70,6 +74,12 @@ class WeedPlace(Place):
 
     def sizes(self, bucket: str, prefix: str) -> dict[str, int]:
         return _sizes(self._server._s3, bucket, prefix)
+
+    def read(self, bucket: str, key: str) -> bytes:
+        return self._server.raw_get(bucket, key)
+
+    def write(self, bucket: str, key: str, data: bytes) -> None:
+        self._server.raw_put(bucket, key, data)
 
     def _make(self, bucket: str) -> None:
         self._server.create_bucket(bucket)
@@ -82,8 +92,6 @@ class WeedPlace(Place):
 
 class NullPlace(Place):
     """The server that hashes and keeps nothing."""
-
-    keeps = False
 
     def __init__(self, server: NullS3) -> None:
         import boto3
@@ -102,6 +110,12 @@ class NullPlace(Place):
 
     def sizes(self, bucket: str, prefix: str) -> dict[str, int]:
         return _sizes(self._client, bucket, prefix)
+
+    def read(self, bucket: str, key: str) -> bytes:
+        return bytes(self._client.get_object(Bucket=bucket, Key=key)["Body"].read())
+
+    def write(self, bucket: str, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=bucket, Key=key, Body=data)
 
     def _make(self, bucket: str) -> None:
         pass

@@ -1,6 +1,7 @@
 /* HTTP as null_s3 needs it: reads requests, writes answers. */
 #pragma once
 #include <ctype.h>
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,6 +24,8 @@ struct request {
     char path[NAME];
     char query[NAME];
     char crc[64];
+    char copy_source[NAME]; /* bucket/key; "": this is no copy */
+    uint64_t copy_from, copy_to; /* the range of a part; 0, 0: all of it */
     bool create_only, wants_checksum, is_continued;
     uint64_t length;
     char *body; /* the first KEPT_BYTES of it */
@@ -146,6 +149,11 @@ static bool parse(char *head, struct request *request)
             request->create_only = strcmp(value, "*") == 0;
         else if (is_header(line + 2, "x-amz-checksum-mode", value))
             request->wants_checksum = true;
+        else if (is_header(line + 2, "x-amz-copy-source", value)) {
+            snprintf(request->copy_source, sizeof request->copy_source, "%s", value + (*value == '/'));
+            unescape(request->copy_source);
+        } else if (is_header(line + 2, "x-amz-copy-source-range", value))
+            (void)sscanf(value, "bytes=%" SCNu64 "-%" SCNu64, &request->copy_from, &request->copy_to);
         else if (is_header(line + 2, "expect", value))
             request->is_continued = true;
         else if (is_header(line + 2, "transfer-encoding", value))

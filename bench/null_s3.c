@@ -2,11 +2,11 @@
  *
  *     null_s3 CONTROL      listens on a free port of 127.0.0.1, prints it, and runs until it is killed
  *
- * It answers what ckptmgr and boto3 send while they upload: put (create-only with If-None-Match: *), get and head of small objects, delete, multipart
- * uploads with their parts listed, and listings by prefix. A checksum is believed and given back, never computed; a signature is not looked at.
+ * It answers what ckptmgr and boto3 send while they upload: put (create-only with If-None-Match: *), get and head of small objects, delete, copies,
+ * multipart uploads with their parts listed, and listings by prefix. A checksum is believed and given back, never computed; a signature is not looked at.
  *
- * CONTROL is a file of three 64-bit counters that the server and its users map into memory (see struct control): a bench can hold uploads back at
- * their first request, let them all go at one moment, and see the moment of a commit without a request.
+ * CONTROL is a file of four 64-bit counters that the server and its users map into memory (see struct control): a bench can hold uploads back at
+ * their first request, let them all go at one moment, and see, without a request, the moment of a commit and how much was sent.
  *
  * Build: cc -O2 -Wall -Wextra -pthread null_s3.c -o null_s3 */
 #define _GNU_SOURCE
@@ -16,7 +16,7 @@
 #include <signal.h>
 #include <time.h>
 
-#include "null_http.h"
+#include "null_copies.h"
 
 enum { PAGE_KEYS = 1000 };
 
@@ -212,7 +212,10 @@ static bool serve(int peer, const struct request *request)
     if (strcmp(request->method, "PUT") == 0) {
         if (!in_bucket)
             return answer_text(peer, 200, "", "");
-        return asks(request, "uploadId", id) ? put_part(peer, request, id) : put_object(peer, request);
+        bool is_part = asks(request, "uploadId", id);
+        if (*request->copy_source != '\0')
+            return is_part ? copy_part(peer, request, id) : copy_object(peer, request);
+        return is_part ? put_part(peer, request, id) : put_object(peer, request);
     }
     if (strcmp(request->method, "POST") == 0 && in_bucket)
         return asks(request, "uploadId", id) ? complete_upload(peer, request, id) : begin_upload(peer, request);
@@ -234,7 +237,7 @@ static bool serve(int peer, const struct request *request)
         return list_parts(peer, id);
     if (is_get || strcmp(request->method, "HEAD") == 0)
         return get_object(peer, request);
-    return answer_error(peer, 501, "NotImplemented"); /* batch deletes, copies */
+    return answer_error(peer, 501, "NotImplemented"); /* batch deletes */
 }
 
 /* Reads a request's body, of which `have` bytes lie at `data`; its beginning is kept. Returns how many of `have` were more than that, or -1. */
@@ -243,6 +246,7 @@ static ssize_t read_body(int peer, struct request *request, const char *data, si
     size_t used = have < request->length ? have : request->length, kept = used < KEPT_BYTES ? used : KEPT_BYTES;
     uint64_t left = request->length - used;
     memcpy(request->body, data, kept);
+    atomic_fetch_add(&control->received, used);
     while (left > 0) {
         ssize_t got = recv(peer, scrap, left < BUFFER ? left : BUFFER, 0);
         if (got <= 0)
@@ -251,6 +255,7 @@ static ssize_t read_body(int peer, struct request *request, const char *data, si
         memcpy(request->body + kept, scrap, more);
         kept += more;
         left -= (uint64_t)got;
+        atomic_fetch_add(&control->received, (uint64_t)got);
     }
     return (ssize_t)(have - used);
 }

@@ -17,6 +17,7 @@ struct control {
     _Atomic uint64_t hold;    /* not 0: a request that begins a multipart upload waits for its answer */
     _Atomic uint64_t waiting; /* how many do */
     _Atomic uint64_t commits; /* objects created below a "manifests/" */
+    _Atomic uint64_t received; /* bytes of all bodies */
 };
 
 struct object {

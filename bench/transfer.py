@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from _bench import MIB, Bench, Failed, Measured, Sources
 from _peers import DEFAULT, Peers, installed
 from _report import Limit, finish, interleaved, machine, parser, verdicts, warn_if_busy
-from _rows import OURS, PEERS, ROWS, Bench, Failed, Measured, Sources
+from _rows import OURS, PEERS, ROWS
 from _stores import Stores
 
 Found = Mapping[str, Mapping[str, Sequence[Measured]]]
@@ -84,8 +85,9 @@ def told(row: str, client: str, action: Callable[[], Measured]) -> Callable[[], 
         base = "" if one.base_mib is None else f" (+{one.extra_mib:.0f})"
         synced = f", of it {one.synced_s:.2f} s syncing" if one.synced_s else ""
         late = f", {one.imported} late imports" if one.imported else ""
+        sent = "" if one.sent is None else f", {one.sent / MIB:.2f} MiB sent"
         print(
-            f"{row:12} {client:8} {one.wall_s:7.2f} s  CPU {one.user_s:6.2f} + {one.sys_s:5.2f}  {one.peak_mib:5.0f} MiB{base}{synced}{late}",
+            f"{row:14} {client:8} {one.wall_s:7.2f} s  CPU {one.user_s:6.2f} + {one.sys_s:5.2f}  {one.peak_mib:5.0f} MiB{base}{synced}{late}{sent}",
             file=sys.stderr,
             flush=True,
         )
@@ -102,7 +104,9 @@ def measure(
     for name in rows:
         row = ROWS[name]
         chosen = [client for client in row.clients if client in clients]
-        with bench.actions(row, chosen) as actions:
+        if not chosen:
+            continue
+        with row.actions(bench, chosen) as actions:
             found[name] = interleaved(
                 {client: told(name, client, action) for client, action in actions.items()}, rounds
             )
@@ -158,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--dir", type=Path, help="a directory on the disk to use (the system's temporary one)")
     made.add_argument("--size-mib", type=int, default=1024, help="of the one file; eight have a quarter each (1024)")
     made.add_argument("--small", type=int, default=2000, help="how many small files (2000)")
+    made.add_argument("--checkpoints", type=int, default=10_000, help="how many the long list has (10,000)")
     made.add_argument("--profile", metavar="ROW", help="measure ours once, and print where its processor time goes")
     options = made.parse_args(arguments)
     rows = [options.profile] if options.profile else options.only.split(",") if options.only else list(ROWS)
@@ -177,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needed, free = 6 * options.size_mib << 20, shutil.disk_usage(directory).free
         if free < needed:
             sys.exit(f"error: {needed >> 20} MiB of disk are needed, {free >> 20} are free in {directory}")
-        sources = Sources(directory / "sources", size_mib=options.size_mib, small=options.small)
+        sources = Sources(
+            directory / "sources", size_mib=options.size_mib, small=options.small, checkpoints=options.checkpoints
+        )
         try:
             with Stores(directory) as stores:
                 bench = Bench(directory, stores, peers, sources)
@@ -200,8 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def profile(bench: Bench, name: str) -> int:
     """Print where the processor time of ours goes in a row."""
     path = bench.directory / "profile"
-    with bench.actions(ROWS[name], ["ours"], "--profile", str(path)) as actions:
-        told(name, "ours", actions["ours"])()
+    client = ROWS[name].clients[0]
+    with ROWS[name].actions(bench, [client], "--profile", str(path)) as actions:
+        told(name, client, actions[client])()
     print(path.read_text())
     return 0
 
