@@ -6,12 +6,14 @@ not, `FileBody` does (I10).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.pace import Pace, Watch
 from ckptmgr.core.checksums import CrcFunction
 from ckptmgr.core.errors import CkptmgrError
 
@@ -44,12 +46,14 @@ class FileBody:
     """The bytes `[offset, offset + length)` of an open file, as botocore, requests and urllib3 take a body: `read`, `seek`, `tell`, `len`, iteration.
 
     HTTP libraries ask for 16 KiB at a time to send; they get a block of 1 MiB, for each one costs a system call and two turns of the interpreter lock.
+    Who has a buffer uses `readinto`, which makes no new memory.
     One thread at a time; `sent` may be read from any.
 
     Args:
         crc: counts what is sent, for `sent_crc`.
         cut: when set, the next read raises BodyCutError.
         told: called with the number of bytes of each block handed out for sending, those of a further try left out; it may raise.
+        pace: has every block handed out for sending, those of a further try too, wait for its turn.
 
     Attributes:
         source: the file.
@@ -65,12 +69,15 @@ class FileBody:
         crc: CrcFunction,
         cut: threading.Event | None = None,
         told: Callable[[int], object] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.source = source
         self.sent = 0
         # What reading met, or was told. Libraries wrap it in an error of theirs, as if the network had failed.
         self._failure: BaseException | None = None
         self._told = told
+        self._pace = pace
+        self._watch: Watch | None = None
         self._most = 0
         self._offset = offset
         self._length = length
@@ -104,6 +111,9 @@ class FileBody:
     def start_sending(self) -> None:
         """What is read from now on is sent. Before, a client may read all of it to sign it."""
         self._sending = True
+        if self._pace is not None:
+            self._block_bytes = min(self._block_bytes, self._pace.block_bytes)
+            self._watch = self._pace.watch(*([] if self._cut is None else [self._cut]))
 
     @property
     def sent_crc(self) -> str | None:
@@ -135,8 +145,7 @@ class FileBody:
         if wanted <= 0:
             return b""
         try:
-            if self._cut is not None and self._cut.is_set():
-                raise BodyCutError("this upload was given up")
+            self._stop_if_cut()
             block = self.source.read_at(self._offset + self._at, wanted)
             self._at += wanted
             if self._sending:
@@ -146,13 +155,44 @@ class FileBody:
             raise
         return block
 
-    def _count(self, block: bytes) -> None:
+    def readinto(self, view: memoryview) -> int:
+        """Put the next bytes at the beginning of `view`, never more than a block; how many, 0 at the end."""
+        wanted = min(len(view), self._length - self._at, self._block_bytes)
+        if wanted <= 0:
+            return 0
+        try:
+            self._stop_if_cut()
+            block = view[:wanted]
+            self.source.readinto_at(self._offset + self._at, block)
+            self._at += wanted
+            if self._sending:
+                self._count(block)
+        except BaseException as error:
+            self._failure = error
+            raise
+        return wanted
+
+    def sha256(self) -> str:
+        """Of all the bytes, in hexadecimal; to sign them. Leaves the body at its end."""
+        self.rewind()
+        sums, view = hashlib.sha256(), memoryview(bytearray(min(SEND_BYTES, max(1, self._length))))
+        while count := self.readinto(view):
+            sums.update(view[:count])
+        return sums.hexdigest()
+
+    def _stop_if_cut(self) -> None:
+        if self._cut is not None and self._cut.is_set():
+            raise BodyCutError("this upload was given up")
+
+    def _count(self, block: bytes | memoryview) -> None:
         self.sent = self._at
         if self._watching:
             self._value = self._crc(block, self._value)
         if self._told is not None and self.sent > self._most:
             news, self._most = self.sent - self._most, self.sent
             self._told(news)
+        if self._watch is not None:
+            self._watch.moved(len(block))
 
     def __iter__(self) -> Iterator[bytes]:
         while block := self.read(self._block_bytes):

@@ -79,6 +79,16 @@ class SourceFile:
             length -= len(block)
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
+    def readinto_at(self, offset: int, view: memoryview) -> None:
+        """As `read_at`, into all of `view`."""
+        while view:
+            with os_errors("open", self.path):
+                count = os.preadv(self._fd, [view], offset)
+            if not count:
+                raise self.changed("became shorter while it was read")
+            offset += count
+            view = view[count:]
+
     def blocks(self, block_bytes: int) -> Iterator[bytes]:
         """The whole file in order, in blocks of `block_bytes` (the last may be shorter), each one digested."""
         for offset in range(0, self.size, block_bytes):

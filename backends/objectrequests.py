@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptmgr.backends.base import Backend, CrcKind, WriteMode
 from ckptmgr.backends.body import BodyDigest, FileBody
-from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.parts import Incoming, Part, Receipt
 from ckptmgr.core.checksums import Digests, crc_function
 from ckptmgr.core.errors import BackendError, ChecksumMismatchError, TransientBackendError
 
@@ -79,6 +79,10 @@ class ObjectRequests(Backend):
             TransientBackendError: the connection broke, or the object's ETag is not `etag` (any more).
         """
 
+    def _incoming(self, path: str, etag: str | None, first: int, last: int | None) -> Incoming:
+        """As `_read`, into buffers of the caller's: no memory is made per block. The request is made by this call, or by the first read."""
+        return _Blocks(self._read(path, etag, first, last))
+
     @abstractmethod
     def _page(self, bucket: str, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
         """One page of a listing."""
@@ -133,3 +137,27 @@ class ObjectRequests(Backend):
         """That CRC among digests."""
         crc: str | None = getattr(digests, self.crc_kind)
         return crc
+
+
+class _Blocks:
+    """The `Incoming` of a client that hands out blocks of its own."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readinto(self, view: memoryview, /) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        count = min(len(view), len(self._rest))
+        view[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def close(self) -> None:
+        close = getattr(self._blocks, "close", None)
+        if close is not None:
+            close()

@@ -11,11 +11,13 @@ from typing import Any
 
 from ckptmgr.backends.base import Capabilities, WriteMode
 from ckptmgr.backends.body import BodyDigest, FileBody
+from ckptmgr.backends.http import Answer
 from ckptmgr.backends.objectrequests import STALL_S, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
-from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.parts import Incoming, Part, Receipt
 from ckptmgr.backends.s3bucket import S3Buckets
-from ckptmgr.backends.s3client import S3Client
+from ckptmgr.backends.s3client import Engine, S3Client
+from ckptmgr.backends.s3data import SignPayload
 from ckptmgr.backends.s3errors import classify, s3_errors
 from ckptmgr.core.errors import BackendError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
 
@@ -29,6 +31,8 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     Args:
         client_config: botocore `Config` options that go over ours.
         stall_s: a request is cut, and tried again, after so many seconds without a byte.
+        sign_payload: as `S3Client`'s.
+        engine: as `S3Client`'s.
         options: those of `ObjectStoreBackend`; S3 takes no part smaller than 5 MiB, except the last.
 
     Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
@@ -39,14 +43,22 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     crc_kind = "crc64nvme"
 
     def __init__(
-        self, *, client_config: dict[str, Any] | None = None, stall_s: float = STALL_S, **options: Any
+        self,
+        *,
+        client_config: dict[str, Any] | None = None,
+        stall_s: float = STALL_S,
+        sign_payload: SignPayload = "auto",
+        engine: Engine = "auto",
+        **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._s3 = S3Client(client_config, stall_s=stall_s)
+        self._s3 = S3Client(client_config, stall_s=stall_s, sign_payload=sign_payload, engine=engine)
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        return Capabilities(create_only=True, etags=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme")
+        return Capabilities(
+            create_only=True, etags=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme"
+        )
 
     @property
     def _store_checks(self) -> bool:
@@ -68,6 +80,23 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         return _stored(self._s3.checked_request("head_object", path, checksums, Bucket=bucket, Key=key))
 
     def _read(self, path: str, etag: str | None, first: int, last: int | None) -> Iterator[bytes]:
+        body, endpoint = self._get(path, etag, first, last), self._s3.endpoint
+        try:
+            while True:
+                # Only the read: what the consumer of a block does wrong is not the store's fault.
+                with s3_errors("get_object", path, endpoint):
+                    block = bytes(body.block()) if isinstance(body, Answer) else body.read(_READ_BYTES)
+                if not block:
+                    return
+                yield block
+        finally:
+            body.close()
+
+    def _incoming(self, path: str, etag: str | None, first: int, last: int | None) -> Incoming:
+        return _Incoming(self._get(path, etag, first, last), path, self._s3.endpoint)
+
+    def _get(self, path: str, etag: str | None, first: int, last: int | None) -> Any:
+        """The body of an object, open."""
         bucket, key = split(path)
         arguments = {"Bucket": bucket, "Key": key}
         if last is not None:
@@ -76,20 +105,10 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         if etag is not None and not etag.startswith("W/"):
             arguments["IfMatch"] = f'"{etag}"'
         try:
-            body = self._s3.request("get_object", path, **arguments)["Body"]
+            return self._s3.request("get_object", path, **arguments)["Body"]
         except ObjectExistsError as error:
             text = f"s3://{path} was replaced while it was read"
             raise TransientBackendError(text, backend="s3", operation="get_object", key=path) from error
-        try:
-            while True:
-                # Only the read: what the consumer of a block does wrong is not the store's fault.
-                with s3_errors("get_object", path, self._s3.endpoint):
-                    block = body.read(_READ_BYTES)
-                if not block:
-                    return
-                yield block
-        finally:
-            body.close()
 
     def _page(self, bucket: str, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
         arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": limit}
@@ -183,6 +202,23 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         except BackendError as error:
             if getattr(error, "code", "") != "NoSuchUpload":
                 raise
+
+
+class _Incoming:
+    """The body of an answer, with the errors of reading it translated."""
+
+    def __init__(self, body: Any, path: str, endpoint: str) -> None:
+        self._body = body
+        self._path = path
+        self._endpoint = endpoint
+
+    def readinto(self, view: memoryview, /) -> int:
+        with s3_errors("get_object", self._path, self._endpoint):
+            count: int = self._body.readinto(view)
+            return count
+
+    def close(self) -> None:
+        self._body.close()
 
 
 def _condition(mode: WriteMode) -> dict[str, str]:

@@ -1,12 +1,18 @@
-"""The boto3 client behind `s3.py`: one per process, single tries, renewed when its credentials have expired."""
+"""The client behind `s3.py`: one per process, single tries, renewed when its credentials have expired.
+
+boto3 resolves and configures all, and makes the requests that manage; those that move data are `s3data`'s where nothing stands against it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import ipaddress
+import logging
 import os
 import threading
-from typing import Any
+import time
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import boto3
@@ -16,6 +22,7 @@ from botocore.config import Config
 
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
+from ckptmgr.backends.s3data import DataCalls, ElsewhereError, SignPayload
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.core.errors import BackendError, ConfigError
 
@@ -29,8 +36,82 @@ _NO_CHECKSUMS = {
 }
 
 
+Engine = Literal["auto", "boto3"]
+
+# A store refuses what is signed more than 15 minutes off. A smaller difference is not why it did.
+_SKEW_S = 60.0
 _SIGNER = "ckptmgr-s3v4"
-botocore.auth.AUTH_TYPE_MAPS[_SIGNER] = botocore.auth.S3SigV4Auth
+_CLOCK = "ckptmgr-clock"
+
+log = logging.getLogger("ckptmgr.backends")
+
+
+class _Clock:
+    """How far the store's clock is ahead of this machine's, as far as that has mattered."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+        self._is_corrected = False
+
+    def is_corrected_by(self, error: botocore.exceptions.ClientError) -> bool:
+        """Whether `error` is about the clock, and a further try will be signed with the store's."""
+        if code_of(error) != "RequestTimeTooSkewed":
+            return False
+        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        try:
+            offset_s = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()
+        except (KeyError, TypeError, ValueError):
+            return False
+        if abs(offset_s - self.offset_s) < _SKEW_S:
+            return False
+        self.offset_s = offset_s
+        if not self._is_corrected:
+            self._is_corrected = True
+            log.warning(
+                "this machine's clock is %.0f s off the store's; requests are signed with the store's", -offset_s
+            )
+        return True
+
+
+class _Signer(botocore.auth.S3SigV4Auth):  # type: ignore[misc,unused-ignore]
+    """Signs with the store's clock."""
+
+    def _modify_request_before_signing(self, request: Any) -> None:
+        clock = request.context.get(_CLOCK)
+        if clock is not None and clock.offset_s:
+            moment = time.gmtime(time.time() + clock.offset_s)
+            request.context["timestamp"] = time.strftime("%Y%m%dT%H%M%SZ", moment)
+        super()._modify_request_before_signing(request)
+
+
+botocore.auth.AUTH_TYPE_MAPS[_SIGNER] = _Signer
+
+
+class _Opened:
+    """What one process has open."""
+
+    def __init__(self, client: Any, data: DataCalls | None, clock: _Clock) -> None:
+        self.client = client
+        self.endpoint = str(client.meta.endpoint_url)
+        self._data = data
+        self._clock = clock
+
+    def __call__(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        target = self._data.target(operation, arguments["Bucket"]) if self._data is not None else None
+        if self._data is None or target is None:
+            return self._by_boto3(operation, arguments)
+        try:
+            return self._data.call(operation, target, arguments, offset_s=self._clock.offset_s)
+        except ElsewhereError:
+            answer = self._by_boto3(operation, arguments)
+            self._data.settled(arguments["Bucket"])
+            return answer
+
+    def _by_boto3(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        body = arguments.get("Body")
+        if isinstance(body, FileBody):
+            body.rewind()
+        return dict(getattr(self.client, operation)(**arguments))
 
 
 class S3Client:
@@ -42,35 +123,52 @@ class S3Client:
     Args:
         overrides: botocore `Config` options that go over ours.
         stall_s: seconds without a byte after which a request is cut.
+        sign_payload: whether bodies that have a CRC are signed too. `auto`: neither over TLS nor within this machine. The user's own
+            `payload_signing_enabled` goes over it.
+        engine: `boto3` makes all requests with boto3.
 
     Attributes:
         takes_crc: whether the store takes checksum headers; None until it was seen to do or to refuse it.
     """
 
-    def __init__(self, overrides: dict[str, Any] | None = None, *, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        overrides: dict[str, Any] | None = None,
+        *,
+        stall_s: float = STALL_S,
+        sign_payload: SignPayload = "auto",
+        engine: Engine = "auto",
+    ) -> None:
         # The time to connect is also that to get the first block of a request out on a new connection; botocore knows no other.
         self._options = {"connect_timeout": min(CONNECT_S, stall_s), "read_timeout": stall_s, **(overrides or {})}
-        self._clients: dict[int, Any] = {}
+        self._sign_payload = sign_payload
+        self._engine = engine
+        self._clock = _Clock()
+        self._by_pid: dict[int, _Opened] = {}
         self._lock = threading.Lock()
         self.takes_crc: bool | None = None
 
     @property
     def endpoint(self) -> str:
         """Where requests go."""
-        return str(self._client().meta.endpoint_url)
+        return self._open().endpoint
 
     def request(self, operation: str, path: str, /, **arguments: Any) -> dict[str, Any]:
-        """One request; `operation` is a method of boto3's client, `path` is for messages."""
-        client = self._client()
-        with s3_errors(operation, path, client.meta.endpoint_url):
+        """One request; `operation` is a method of boto3's client, `path` is for messages.
+
+        The `Body` of `get_object` is an `http.Answer`, or botocore's stream: see `receive`.
+        """
+        opened = self._open()
+        with s3_errors(operation, path, opened.endpoint):
             try:
-                return _call(client, operation, arguments)
+                return opened(operation, arguments)
             except botocore.exceptions.ClientError as error:
-                if code_of(error) not in EXPIRED:
+                if code_of(error) in EXPIRED:
+                    # Session credentials come from files and variables that somebody may have renewed by now.
+                    self._forget(opened)
+                elif not self._clock.is_corrected_by(error):
                     raise
-                # Session credentials come from files and variables that somebody may have renewed by now.
-                self._forget(client)
-            return _call(self._client(), operation, arguments)
+            return self._open()(operation, arguments)
 
     def checked_request(
         self, operation: str, path: str, checksums: dict[str, Any], /, **arguments: Any
@@ -92,20 +190,30 @@ class S3Client:
         return answer
 
     def _client(self) -> Any:
+        return self._open().client
+
+    def _open(self) -> _Opened:
         # By process: a forked child must not share its parent's sockets.
         pid = os.getpid()
-        client = self._clients.get(pid)
-        if client is None:
+        opened = self._by_pid.get(pid)
+        if opened is None:
             with self._lock:
-                client = self._clients.get(pid)
-                if client is None:
-                    client = self._clients[pid] = _make_client(self._options)
-        return client
+                opened = self._by_pid.get(pid)
+                if opened is None:
+                    opened = self._by_pid[pid] = self._make()
+        return opened
 
-    def _forget(self, client: Any) -> None:
+    def _make(self) -> _Opened:
+        client, credentials, ca_bundle = _make_client(self._options, self._clock)
+        data = None
+        if self._engine == "auto":
+            data = DataCalls(client, credentials, ca_bundle=ca_bundle, sign_payload=self._sign_payload)
+        return _Opened(client, data, self._clock)
+
+    def _forget(self, opened: _Opened) -> None:
         with self._lock, contextlib.suppress(KeyError):
-            if self._clients[os.getpid()] is client:
-                del self._clients[os.getpid()]
+            if self._by_pid[os.getpid()] is opened:
+                del self._by_pid[os.getpid()]
 
 
 def _may_be_the_checksums(error: BackendError) -> bool:
@@ -115,14 +223,8 @@ def _may_be_the_checksums(error: BackendError) -> bool:
     return code in _NO_CHECKSUMS or (not code and status in (400, 403, 501))
 
 
-def _call(client: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    body = arguments.get("Body")
-    if isinstance(body, FileBody):
-        body.rewind()
-    return dict(getattr(client, operation)(**arguments))
-
-
-def _make_client(overrides: dict[str, Any]) -> Any:
+def _make_client(overrides: dict[str, Any], clock: _Clock) -> tuple[Any, Any, str | None]:
+    """boto3's client, its credentials, and the file of certificates that the user wants trusted."""
     options: dict[str, Any] = {
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": 32,
@@ -140,16 +242,18 @@ def _make_client(overrides: dict[str, Any]) -> Any:
             style = addressing_style(client.meta.endpoint_url)
             if style is not None and "s3" not in overrides:
                 client = session.client("s3", config=Config(**options, s3={"addressing_style": style}))
+            credentials = session.get_credentials()
+            bundle = session._session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
     _sign_no_payload_over_tls(client)
-    for operation in ("PutObject", "UploadPart"):
-        client.meta.events.register_first(f"choose-signer.s3.{operation}", _choose_signer)
+    client.meta.events.register_first("choose-signer.s3", _choose_signer)
+    client.meta.events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: clock}))
     client.meta.events.register("before-send.s3", _mark_as_sending)
     client.meta.events.register_last("before-call.s3", _do_not_wait_for_leave)
-    return client
+    return client, credentials, bundle
 
 
 def _sign_no_payload_over_tls(client: Any) -> None:

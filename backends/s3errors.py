@@ -11,6 +11,7 @@ from typing import Any
 
 import botocore.exceptions as bc
 
+from ckptmgr.backends import http
 from ckptmgr.backends.answers import CLOCK_HINT, AnswerTable, Meaning, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
@@ -92,12 +93,12 @@ EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "Inv
 
 @contextlib.contextmanager
 def s3_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
-    """Raise any error of botocore or the network in the body as one of ours; ours pass."""
+    """Raise any error of botocore, of our own requests or of the network in the body as one of ours; ours pass."""
     try:
         yield
     except CkptmgrError:
         raise
-    except (bc.ClientError, bc.BotoCoreError, bc.HTTPClientError, OSError) as error:
+    except (bc.ClientError, bc.BotoCoreError, bc.HTTPClientError, http.HttpError, OSError) as error:
         raise translate(error, operation, path, endpoint) from error
 
 
@@ -118,10 +119,14 @@ def translate(error: Exception, operation: str, path: str, endpoint: str) -> Ckp
             if ours is ConfigError:
                 return ConfigError(f"{what}: {text.format(endpoint=endpoint, error=error)}", hint=hint)
             return ours(f"{what}: {text.format(endpoint=endpoint, error=error)}", hint=hint, **facts)
-    if isinstance(error, bc.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+    is_untrusted = isinstance(error, bc.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
+    if is_untrusted or isinstance(error, http.UntrustedError):
         hint = "point AWS_CA_BUNDLE at the certificate of its authority"
         return PermanentBackendError(f"{what}: the certificate of {endpoint} is not trusted", hint=hint, **facts)
-    if isinstance(error, bc.HTTPClientError | OSError | bc.IncompleteReadError | bc.ResponseStreamingError):
+    if isinstance(error, http.BadAnswerError):
+        return TransientBackendError(f"{what}: {endpoint} {error}", **facts)
+    broken = http.HttpError, bc.HTTPClientError, OSError, bc.IncompleteReadError, bc.ResponseStreamingError
+    if isinstance(error, broken):
         return BackendTimeoutError(f"{what}: the connection to {endpoint} broke: {error}", **facts)
     # A malformed answer: a proxy or a captive portal spoke instead of the store.
     return TransientBackendError(f"{what} at {endpoint}: {type(error).__name__}: {error}", **facts)
@@ -139,9 +144,14 @@ _LOCAL: tuple[tuple[tuple[type[Exception], ...], type[CkptmgrError], str, str], 
     ((bc.ParamValidationError,), ConfigError, "{error}", "check the URL"),
     # The instance's metadata service or a login provider may answer the next time.
     ((bc.CredentialRetrievalError, bc.MetadataRetrievalError), TransientBackendError, "no credentials: {error}", ""),
-    ((bc.ConnectTimeoutError, bc.ReadTimeoutError), BackendTimeoutError, "no answer from {endpoint} in time", ""),
     (
-        (bc.EndpointConnectionError, bc.ProxyConnectionError),
+        (http.StalledError, bc.ConnectTimeoutError, bc.ReadTimeoutError),
+        BackendTimeoutError,
+        "no answer from {endpoint} in time",
+        "",
+    ),
+    (
+        (http.ConnectError, bc.EndpointConnectionError, bc.ProxyConnectionError),
         TransientBackendError,
         "cannot connect to {endpoint}",
         "check AWS_ENDPOINT_URL and the network",

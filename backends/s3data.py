@@ -1,0 +1,444 @@
+"""The requests that move data, as signed HTTP of our own: boto3 takes milliseconds of processor for each, this some hundred microseconds.
+
+Where a bucket is (host, path, region, scheme) and how requests to it are signed is asked of botocore, once per bucket, so that endpoints, addressing
+and regions are decided in one place. A bucket with another kind of signature, behind a proxy, or somewhere else than botocore thought stays with boto3.
+What goes wrong is raised as botocore would: one table tells what it means, and no caller sees who made the request.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import hashlib
+import http.client
+import ipaddress
+import re
+import ssl
+import threading
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote_plus, urlsplit
+
+import botocore.awsrequest
+import botocore.exceptions
+import botocore.httpsession
+import botocore.utils
+
+from ckptmgr.backends.body import FileBody
+from ckptmgr.backends.http import Answer, BadAnswerError, HttpPool
+from ckptmgr.backends.sigv4 import EMPTY_SHA256, UNSIGNED, Keys, Signer, encode_path, encode_query
+
+SignPayload = Literal["auto", "always", "never"]
+
+# method, and the name of the operation in botocore's errors
+_OPERATIONS = {
+    "put_object": ("PUT", "PutObject"),
+    "upload_part": ("PUT", "UploadPart"),
+    "get_object": ("GET", "GetObject"),
+    "head_object": ("HEAD", "HeadObject"),
+    "list_objects_v2": ("GET", "ListObjectsV2"),
+    "delete_object": ("DELETE", "DeleteObject"),
+}
+_HEADERS = {
+    "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
+    "ChecksumMode": "x-amz-checksum-mode",
+    "IfMatch": "if-match",
+    "IfNoneMatch": "if-none-match",
+    "Range": "range",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "StorageClass": "x-amz-storage-class",
+}
+_QUERY = {
+    "ContinuationToken": "continuation-token",
+    "Delimiter": "delimiter",
+    "MaxKeys": "max-keys",
+    "PartNumber": "partNumber",
+    "Prefix": "prefix",
+    "UploadId": "uploadId",
+}
+_ANSWERS = {
+    "etag": "ETag",
+    "x-amz-checksum-crc64nvme": "ChecksumCRC64NVME",
+    "x-amz-checksum-type": "ChecksumType",
+}
+_ELSEWHERE = {
+    "PermanentRedirect",
+    "TemporaryRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
+_SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^,]*/\d{8}/(?P<region>[^/,]+)/s3/aws4_request,")
+_MOST_ERROR_BYTES = 1 << 20
+_MOST_PAGE_BYTES = 32 << 20
+_PROBE_KEY = "k"
+
+
+class ElsewhereError(Exception):
+    """Raised when the store says that the bucket is not where the request went; nothing was done with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how the requests of a bucket go.
+
+    Attributes:
+        prefix: the path that comes before a key, encoded: "" or "/bucket".
+        host: the header.
+        head: the end of every request's head: what is neither signed nor different.
+        signs_payload: whether a body that has a CRC is signed too.
+    """
+
+    pool: HttpPool
+    prefix: str
+    host: str
+    head: str
+    signer: Signer
+    signs_payload: bool
+
+
+class DataCalls:
+    """The data calls of one boto3 client. Safe from any thread.
+
+    Args:
+        client: made by `s3client`; tells where buckets are.
+        credentials: botocore's, which renew themselves.
+        ca_bundle: a file with the certificates to trust; None for botocore's own.
+        sign_payload: whether bodies are signed; `auto` does without over TLS and within this machine, where a CRC goes along.
+    """
+
+    def __init__(self, client: Any, credentials: Any, *, ca_bundle: str | None, sign_payload: SignPayload) -> None:
+        self._client = client
+        self._credentials = credentials
+        self._ca_bundle = ca_bundle
+        self._sign_payload = sign_payload
+        self._targets: dict[str, Target | None] = {}
+        self._pools: dict[tuple[str, str, int], HttpPool] = {}
+        self._moved: set[str] = set()
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._capturing = threading.local()
+        client.meta.events.register_last("before-send.s3.HeadObject", self._capture)
+
+    def target(self, operation: str, bucket: str) -> Target | None:
+        """Where such a request goes; None if it is boto3's."""
+        if operation not in _OPERATIONS:
+            return None
+        try:
+            return self._targets[bucket]
+        except KeyError:
+            with self._lock:
+                if bucket not in self._targets:
+                    self._targets[bucket] = self._find(bucket)
+                return self._targets[bucket]
+
+    def call(
+        self, operation: str, target: Target, arguments: dict[str, Any], *, offset_s: float = 0.0
+    ) -> dict[str, Any]:
+        """One request, with the arguments of boto3's client and the parts of its answer that are used here.
+
+        The `Body` of an object that is read is an `http.Answer`.
+
+        Args:
+            offset_s: how far the store's clock is ahead of this machine's.
+
+        Raises:
+            ElsewhereError: the bucket is not there.
+            botocore.exceptions.ClientError: the store refused.
+            HttpError: no answer, or none that can be understood.
+        """
+        method, name = _OPERATIONS[operation]
+        head, body = self._head(method, target, arguments, offset_s)
+        answer = target.pool.request(head, body, is_head=method == "HEAD")
+        if answer.status not in (200, 204, 206):
+            raise self._refused(answer, name, arguments["Bucket"], target)
+        if operation == "list_objects_v2":
+            return _parse_page(answer.read(_MOST_PAGE_BYTES))
+        parsed = _parse_headers(answer.headers, is_of_object=operation in ("get_object", "head_object"))
+        if operation == "get_object":
+            try:
+                _check_range(answer, arguments.get("Range"))
+            except BaseException:
+                answer.close()
+                raise
+            parsed["Body"] = answer
+            return parsed
+        answer.read(_MOST_ERROR_BYTES)
+        if operation != "delete_object" and "ETag" not in parsed:
+            raise BadAnswerError(f"answered {answer.status} without an ETag")
+        return parsed
+
+    def moved(self, bucket: str, target: Target) -> None:
+        """The bucket was not at `target`: until `settled` it is boto3's."""
+        with self._lock:
+            if self._targets.get(bucket) is target:
+                self._targets[bucket] = None
+
+    def settled(self, bucket: str) -> None:
+        """boto3 has found the bucket: it is looked for once more, and after another move left to boto3."""
+        with self._lock:
+            if bucket not in self._moved:
+                self._moved.add(bucket)
+                self._targets.pop(bucket, None)
+
+    # --- the request ------------------------------------------------------------------------------------------------------
+
+    def _head(
+        self, method: str, target: Target, arguments: dict[str, Any], offset_s: float
+    ) -> tuple[bytes, bytes | FileBody | None]:
+        key, body = arguments.get("Key"), arguments.get("Body")
+        path = target.prefix if key is None else f"{target.prefix}/{encode_path(key)}"
+        headers, query = {"host": target.host}, []
+        if key is None:
+            query = [("list-type", "2"), ("encoding-type", "url")]
+        for argument, value in arguments.items():
+            if argument in _HEADERS:
+                headers[_HEADERS[argument]] = value
+            elif argument in _QUERY:
+                query.append((_QUERY[argument], str(value)))
+        payload = EMPTY_SHA256 if body is None else self._payload(target, body, headers)
+        frozen = self._credentials.get_frozen_credentials()
+        keys = Keys(frozen.access_key, frozen.secret_key, frozen.token)
+        path, text = path or "/", encode_query(query)
+        added = target.signer.sign(method, path, text, headers, payload, keys, time.time() + offset_s)
+        headers.update(added)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+            raise ValueError("a header holds a line break")
+        length = "" if method not in ("PUT", "POST") else f"content-length: {0 if body is None else len(body)}\r\n"
+        head = f"{method} {path}{'?' if text else ''}{text} HTTP/1.1\r\n{lines}{length}{target.head}\r\n"
+        return head.encode("latin-1"), body
+
+    def _payload(self, target: Target, body: bytes | FileBody, headers: dict[str, str]) -> str:
+        if isinstance(body, FileBody):
+            body.rewind()
+        if "x-amz-checksum-crc64nvme" in headers and not target.signs_payload:
+            payload = UNSIGNED
+        elif isinstance(body, FileBody):
+            payload = body.sha256()
+        else:
+            payload = hashlib.sha256(body).hexdigest()
+        if isinstance(body, FileBody):
+            body.rewind()
+            body.start_sending()
+        return payload
+
+    # --- where buckets are ------------------------------------------------------------------------------------------------
+
+    def _find(self, bucket: str) -> Target | None:
+        config = self._client.meta.config
+        # Directory buckets have sessions of their own, access points signatures of their own; neither is a plain name.
+        if ":" in bucket or bucket.endswith("--x-s3") or config.client_cert or config.proxies_config:
+            return None
+        request = self._made_request(bucket)
+        url = urlsplit(request.url)
+        scope = _SCOPE.match(_text(request.headers.get("Authorization", "")))
+        ending = f"/{_PROBE_KEY}"
+        if scope is None or url.query or not url.path.endswith(ending) or url.scheme not in ("http", "https"):
+            return None
+        proxies = config.proxies if config.proxies is not None else botocore.utils.get_environ_proxies(request.url)
+        if not url.hostname or proxies.get(url.scheme):
+            return None
+        agent = _text(request.headers.get("User-Agent", "ckptmgr"))
+        signs = (config.s3 or {}).get("payload_signing_enabled")
+        if signs is None:
+            is_protected = url.scheme == "https" or _is_loopback(url.hostname)
+            signs = self._sign_payload == "always" or (self._sign_payload == "auto" and not is_protected)
+        return Target(
+            pool=self._pool(url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)),
+            prefix=url.path.removesuffix(ending),
+            host=url.netloc.rpartition("@")[2],
+            head=f"accept-encoding: identity\r\nuser-agent: {agent}\r\n",
+            signer=Signer(scope["region"]),
+            signs_payload=bool(signs),
+        )
+
+    def _made_request(self, bucket: str) -> Any:
+        """A request of botocore's to the bucket, signed and not sent."""
+        self._capturing.request = None
+        self._capturing.is_on = True
+        try:
+            self._client.head_object(Bucket=bucket, Key=_PROBE_KEY)
+        finally:
+            self._capturing.is_on = False
+        return self._capturing.request
+
+    def _capture(self, request: Any, **kwargs: Any) -> Any:
+        if not getattr(self._capturing, "is_on", False):
+            return None
+        self._capturing.request = request
+        return botocore.awsrequest.AWSResponse(request.url, 200, {}, _Nothing())
+
+    def _pool(self, scheme: str, host: str, port: int) -> HttpPool:
+        pool = self._pools.get((scheme, host, port))
+        if pool is None:
+            config = self._client.meta.config
+            pool = self._pools[scheme, host, port] = HttpPool(
+                host,
+                port,
+                connect_s=config.connect_timeout,
+                stall_s=config.read_timeout,
+                context=self._tls_context() if scheme == "https" else None,
+            )
+        return pool
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._context is None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.set_alpn_protocols(["http/1.1"])
+            # As botocore: many a private authority's certificates are not as strict as newer Pythons would have them.
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+            bundle = self._ca_bundle or botocore.httpsession.get_cert_path(True)
+            try:
+                context.load_verify_locations(bundle)
+            except OSError as error:
+                raise botocore.exceptions.InvalidConfigError(
+                    error_msg=f"the certificates in {bundle!r} cannot be read: {error}"
+                ) from error
+            self._context = context
+        return self._context
+
+    # --- refusals ---------------------------------------------------------------------------------------------------------
+
+    def _refused(self, answer: Answer, name: str, bucket: str, target: Target) -> Exception:
+        status, headers = answer.status, answer.headers
+        code, message = _parse_error(answer.read(_MOST_ERROR_BYTES))
+        if not code:
+            code, message = str(status), http.client.responses.get(status, "")
+        region = headers.get("x-amz-bucket-region")
+        if status in (301, 302, 307, 308) or code in _ELSEWHERE or (status == 400 and name == "HeadObject" and region):
+            self.moved(bucket, target)
+            return ElsewhereError(code)
+        refused: Exception = botocore.exceptions.ClientError(
+            {
+                "Error": {"Code": code, "Message": message},
+                "ResponseMetadata": {
+                    "HTTPStatusCode": status,
+                    "HTTPHeaders": headers,
+                    "RequestId": headers.get("x-amz-request-id", ""),
+                },
+            },
+            name,
+        )
+        return refused
+
+
+class _Nothing:
+    """The body of an answer that has none, as botocore reads it."""
+
+    def stream(self, *arguments: Any, **options: Any) -> list[bytes]:
+        return []
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# --- answers --------------------------------------------------------------------------------------------------------------
+
+
+def _parse_headers(headers: dict[str, str], *, is_of_object: bool) -> dict[str, Any]:
+    parsed: dict[str, Any] = {_ANSWERS[name]: value for name, value in headers.items() if name in _ANSWERS}
+    if not is_of_object:
+        return parsed
+    if "content-length" in headers:
+        parsed["ContentLength"] = int(headers["content-length"])
+    if "last-modified" in headers:
+        try:
+            parsed["LastModified"] = email.utils.parsedate_to_datetime(headers["last-modified"])
+        except ValueError as error:
+            raise BadAnswerError(f"{headers['last-modified']!r} is no date") from error
+    return parsed
+
+
+def _check_range(answer: Answer, asked: str | None) -> None:
+    """A proxy that knows no ranges answers with the whole object, or with another part of it."""
+    if asked is None:
+        if answer.status != 200:
+            raise BadAnswerError(f"answered {answer.status} to a request for a whole object")
+        return
+    given = answer.headers.get("content-range", "")
+    first, last = asked.removeprefix("bytes=").split("-")
+    if answer.status == 206:
+        unit, _, rest = given.partition(" ")
+        # The end may be nearer than was asked for: the caller counts.
+        is_right = unit.lower() == "bytes" and rest.startswith(f"{first}-")
+    else:
+        is_right = first == "0" and answer.headers.get("content-length", "") == str(int(last) + 1)
+    if not is_right:
+        raise BadAnswerError(f"answered {answer.status} {given!r} to a request for {asked}")
+
+
+def _parse_error(document: bytes) -> tuple[str, str]:
+    """Code and message; "" where there is none, as in the answer to a HEAD or the page of a proxy."""
+    try:
+        root = ET.fromstring(document)
+    except ET.ParseError:
+        return "", ""
+    found = {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+    if "Code" not in found and root.find("Error") is not None:
+        found = {child.tag: child.text or "" for child in root.find("Error") or ()}
+    return found.get("Code", "").strip(), found.get("Message", "")
+
+
+def _parse_page(document: bytes) -> dict[str, Any]:
+    try:
+        root = ET.fromstring(document)
+    except ET.ParseError as error:
+        raise BadAnswerError(f"answered with a listing that is no XML: {error}") from error
+    space, _, name = root.tag.rpartition("}")
+    space = f"{space}}}" if space else ""
+    if name != "ListBucketResult":
+        raise BadAnswerError(f"answered with <{name}> instead of a listing")
+    decode: Callable[[str], str] = unquote_plus if root.findtext(f"{space}EncodingType") == "url" else str
+    page: dict[str, Any] = {"IsTruncated": root.findtext(f"{space}IsTruncated") == "true"}
+    token = root.findtext(f"{space}NextContinuationToken")
+    if page["IsTruncated"]:
+        if not token:
+            raise BadAnswerError("answered with a listing that goes on, and does not say where")
+        page["NextContinuationToken"] = token
+    contents, names = f"{space}Contents", (f"{space}Key", f"{space}ETag", f"{space}Size", f"{space}LastModified")
+    try:
+        page["Contents"] = [_parse_entry(entry, names, decode) for entry in root.iter(contents)]
+        page["CommonPrefixes"] = [
+            {"Prefix": decode(_required(entry.findtext(f"{space}Prefix")))}
+            for entry in root.iter(f"{space}CommonPrefixes")
+        ]
+    except ValueError as error:
+        raise BadAnswerError(f"answered with a listing that cannot be read: {error}") from error
+    return page
+
+
+def _parse_entry(entry: ET.Element, names: tuple[str, ...], decode: Callable[[str], str]) -> dict[str, Any]:
+    found = {child.tag: child.text for child in entry}
+    key, etag, size, modified = [found.get(name) for name in names]
+    return {
+        "Key": decode(_required(key)),
+        "ETag": etag or "",
+        "Size": int(_required(size)),
+        "LastModified": _parse_time(_required(modified)),
+    }
+
+
+def _required(text: str | None) -> str:
+    if text is None:
+        raise ValueError("an entry is not whole")
+    return text
+
+
+def _parse_time(text: str) -> datetime.datetime:
+    # Python 3.10 knows neither the Z nor any number of digits but 3 and 6.
+    seconds, _, fraction = text.rstrip("Z").partition(".")
+    return datetime.datetime.fromisoformat(f"{seconds}.{fraction[:6]:0<6}+00:00")
