@@ -176,14 +176,24 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         """
 
     @abstractmethod
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
         """Write the object `rpath` to the local file `lpath`; its directory must exist.
 
-        What was at `lpath` is unlinked first, never written through: it may be a hard link. Verifies the length it was promised, not the content: the caller compares digests. Not durable until the caller syncs. A failure
-        may leave a part of the file at `lpath`.
+        What was at `lpath` is unlinked first, never written through: it may be a hard link. Verifies the length it was promised, not the content, unless it can with
+        `expected`: else the caller compares digests. Not durable until the caller syncs. A failure may leave a part of the file at `lpath`.
+
+        Args:
+            callback: as in `put_file`.
+            expected: what the object should amount to. A backend that computes the store's CRC on the way compares it with the one in here.
+
+        Returns:
+            whether the bytes that arrived were seen to have the size and the CRC of `expected`, which accident does not fake. False says nothing.
 
         Raises:
             ObjectNotFoundError: no such object.
+            SizeMismatchError, ChecksumMismatchError: it is certainly not `expected`; nothing stays at `lpath`.
         """
 
     @abstractmethod

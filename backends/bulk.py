@@ -26,12 +26,14 @@ class BulkView(WrappedBackend):
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.inner.makedirs(path, exist_ok=exist_ok)
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
         if self.inner.isdir(rpath):
             os.makedirs(lpath, exist_ok=True)
-            return
+            return False
         os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
-        self.inner.get_file(rpath, lpath, callback)
+        return self.inner.get_file(rpath, lpath, callback, expected=expected)
 
     def put_file(
         self,

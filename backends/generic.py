@@ -142,7 +142,9 @@ class GenericBackend(Backend):
         if parent:
             self.inner.makedirs(parent, exist_ok=True)
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
         rpath = self._strip_protocol(rpath)
         with self._errors("get_file", rpath):
             size = self._file_size(rpath)
@@ -161,6 +163,7 @@ class GenericBackend(Backend):
                 raise TransientBackendError(
                     f"{rpath!r} ended after {moved} of {size} bytes", backend=self.kind, operation="get_file", key=rpath
                 )
+        return False
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         path = self._strip_protocol(path)

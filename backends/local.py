@@ -59,7 +59,9 @@ class LocalBackend(Backend):
         progress = callback.relative_update if callback is not None else None
         copy_durable(lpath, rpath, create=mode == "create", expected=expected, progress=progress)
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
         rpath = self._strip_protocol(rpath)
         with os_errors("read", rpath), open(rpath, "rb", buffering=0) as source:
             fd = open_target(lpath)
@@ -72,6 +74,7 @@ class LocalBackend(Backend):
                         callback.relative_update(count)
             finally:
                 os.close(fd)
+        return False
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         path = self._strip_protocol(path)

@@ -6,7 +6,9 @@ for an empty directory) is no file. Every listing asks the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptmgr.backends.base import CrcKind, WriteMode, raise_failed
@@ -21,9 +23,11 @@ from ckptmgr.core.checksums import Digests
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
+    ChecksumMismatchError,
     ConfigError,
     ObjectNotFoundError,
     PermanentBackendError,
+    SizeMismatchError,
     TransientBackendError,
 )
 
@@ -139,33 +143,50 @@ class ObjectStoreBackend(ObjectUploads):
 
     # -- reads --------------------------------------------------------------------------------------------------------
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
         rpath = self._strip_protocol(rpath)
-        head = self._head(rpath)
-        plan = PartPlan(size=head.size or 0, part_bytes=self._part_bytes)
+        crc = None if expected is None else self._crc_in(expected)
+        # What is known to be small needs no look before: its answer says all of it, and a digest tells two versions of it apart.
+        is_whole = expected is not None and 0 < expected.size <= self._part_bytes
+        etag, size = (
+            (None, expected.size) if expected is not None and is_whole else self._etag_and_size(rpath, expected)
+        )
+        fd = open_target(lpath)
+        try:
+            with closing_fd(fd):
+                found = download_parts(
+                    # With the ETag: parts of two versions of an object must not end up in one file.
+                    lambda offset, length: self._incoming(rpath, etag, offset, None if is_whole else offset + length),
+                    PartPlan(size=size, part_bytes=self._part_bytes),
+                    fd,
+                    what=self._url(rpath),
+                    retrier=self._retrier,
+                    workers=self._workers,
+                    progress=callback.relative_update if callback is not None else None,
+                    crc_kind=self.crc_kind if crc is not None else None,
+                    is_whole=is_whole,
+                )
+            if found is None or crc is None:
+                return False
+            if f"{found:016x}" != crc:
+                text = f"{self._url(rpath)} arrived with {self.crc_kind} {found:016x} instead of {crc}"
+                raise ChecksumMismatchError(text, expected=crc, actual=f"{found:016x}", key=rpath)
+        except BaseException:
+            # It has its full length from the beginning, and would look whole.
+            with contextlib.suppress(OSError):
+                os.unlink(lpath)
+            raise
+        return True
 
-        def fetch(offset: int, length: int, sink: Callable[[bytes], None]) -> None:
-            # With the ETag: parts of two versions of an object must not end up in one file.
-            moved = 0
-            for block in self._read(rpath, head.etag, offset, offset + length):
-                moved += len(block)
-                if moved > length:
-                    break
-                sink(block)
-            if moved != length:
-                text = f"{self._url(rpath)} answered {moved} bytes instead of {length} from {offset}"
-                raise TransientBackendError(text, backend=self.kind, operation="get_file", key=rpath)
-
-        with closing_fd(open_target(lpath)) as fd:
-            download_parts(
-                fetch,
-                plan,
-                fd,
-                what=self._url(rpath),
-                retrier=self._retrier,
-                workers=self._workers,
-                progress=callback.relative_update if callback is not None else None,
-            )
+    def _etag_and_size(self, path: str, expected: Digests | None) -> tuple[str, int]:
+        head = self._head(path)
+        size = head.size or 0
+        if expected is not None and size != expected.size:
+            text = f"{self._url(path)} has {size} bytes instead of {expected.size}"
+            raise SizeMismatchError(text, expected=expected.size, actual=size, key=path)
+        return head.etag, size
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         path = self._strip_protocol(path)
@@ -173,7 +194,14 @@ class ObjectStoreBackend(ObjectUploads):
             return b"".join(self._read(path, None, 0, None))
         head = self._head(path)
         first, last, _ = slice(start, end).indices(head.size or 0)
-        return b"" if last <= first else b"".join(self._read(path, head.etag, first, last))
+        if last <= first:
+            return b""
+        data = b"".join(self._read(path, head.etag, first, last))
+        if len(data) != last - first:
+            # Whoever ignores the range sends all of it.
+            text = f"{self._url(path)} was answered with {len(data)} bytes instead of the {last - first} asked for"
+            raise TransientBackendError(text, backend=self.kind, operation="cat_file", key=path)
+        return data
 
     def stored_crc(self, path: str) -> tuple[CrcKind, str] | None:
         crc = self._head(self._strip_protocol(path)).crc

@@ -1,7 +1,6 @@
 """Large files in parts: how a file is cut, and how its parts come down.
 
-The plan is pure. The loop down is here and calls a fetch function; the loop up is `partupload.py`. Both retry each part by itself, and hold no part in
-memory.
+The plan is pure. The loop down is here and opens ranges; the loop up is `partupload.py`. Both retry each part by itself, and hold no part in memory.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html (10,000 parts; 5 MiB to 5 GiB each but the last)
 Source: https://www.alibabacloud.com/help/en/oss/user-guide/multipart-upload (10,000 parts; 100 KB to 5 GB each but the last)
@@ -11,14 +10,25 @@ Source: https://developers.cloudflare.com/r2/api/s3/api (R2: all parts but the l
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
+from ckptmgr.backends.base import CrcKind
+from ckptmgr.backends.crc import combine_all
 from ckptmgr.backends.oserrors import os_errors
+from ckptmgr.backends.pace import Watch
 from ckptmgr.backends.retry import Retrier
+from ckptmgr.core.checksums import crc_function
+from ckptmgr.core.errors import CkptmgrError, SizeMismatchError, TransientBackendError
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
@@ -26,6 +36,16 @@ MAX_PART_BYTES = 5 << 30
 # Room below the limit, so that a plan never sits on it; and sizes that stay multiples of a file system's blocks.
 _PLANNED_PARTS = 9_000
 _ROUND_BYTES = 8 << 20
+# What is received, digested and written at a time.
+_BUFFER_BYTES = 1 << 20
+# A part that got so much further since its tries began is worth further ones.
+_PROGRESS_BYTES = 64 << 10
+# As for uploads: how often progress is told, and an interruption heard, in seconds.
+_TICK_S = 0.2
+# Below, a full disk is noticed soon enough.
+_RESERVED_BYTES = 1 << 20
+
+log = logging.getLogger("ckptmgr.backends")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +119,26 @@ class PartJournal(Protocol):
         """The upload has become the object, or was given up. Need not be durable: an id that the store does not know any more is found out."""
 
 
-#: Fetches the bytes of one part from `offset` on, calling the sink with each block as it arrives.
-Fetch = Callable[[int, int, Callable[[bytes], None]], None]
+class Incoming(Protocol):
+    """Bytes on their way from the store; for one thread. Close it, also when it was read to its end."""
+
+    def readinto(self, view: memoryview, /) -> int:
+        """Put what arrives at the beginning of `view`: as many bytes as there are now, without waiting for more; how many, 0 at the end."""
+
+    def close(self) -> None:
+        """Nothing more is wanted."""
+
+
+#: Asks for so many bytes from an offset on.
+OpenRange = Callable[[int, int], Incoming]
+
+
+class DownloadEndedError(CkptmgrError):
+    """Nobody wants the rest of this download any more; raised into the parts that are under way."""
 
 
 def download_parts(
-    fetch: Fetch,
+    open_range: OpenRange,
     plan: PartPlan,
     fd: int,
     *,
@@ -112,37 +146,213 @@ def download_parts(
     retrier: Retrier,
     workers: int = 4,
     progress: Callable[[int], object] | None = None,
-) -> None:
+    crc_kind: CrcKind | None = None,
+    is_whole: bool = False,
+) -> int | None:
     """Write all parts of `plan` to `fd`, several at a time. A part that breaks off goes on where it stopped.
 
-    Every byte of the plan is written exactly once when this returns; after a failure an unknown part of them is.
+    Every byte of the plan is written when this returns; after a failure an unknown part of them is. Tries end as the retrier's policy says, but not
+    while a part gets further. A single part is received by the calling thread.
+
+    Args:
+        progress: called by the calling thread with the number of bytes written since the last call, several times a second where there is
+            more than one part. What it raises ends the download.
+        crc_kind: compute this CRC on the way.
+        is_whole: the plan is one part, and what is opened is the whole object, whatever it is by then: after a break it is received from its beginning.
+
+    Returns:
+        that CRC of the whole; None without `crc_kind`, or if this machine cannot compute it.
+
+    Raises:
+        DiskFullError: there is no room for the file.
+        SizeMismatchError: the whole object has another size.
     """
-    with ThreadPoolExecutor(min(workers, max(1, plan.count)), thread_name_prefix="ckptmgr-part") as pool:
-        futures = [pool.submit(_fetch_part, fetch, part, fd, what, retrier) for part in plan]
+    return _Download(open_range, plan, fd, what, retrier, progress, crc_kind, is_whole).run(workers)
+
+
+class _PartDown:
+    """How far one part is."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.done = self.crc = 0
+
+
+class _Download:
+    def __init__(
+        self,
+        open_range: OpenRange,
+        plan: PartPlan,
+        fd: int,
+        what: str,
+        retrier: Retrier,
+        progress: Callable[[int], object] | None,
+        crc_kind: CrcKind | None,
+        is_whole: bool,
+    ) -> None:
+        self._open_range = open_range
+        self._plan = plan
+        self._fd = fd
+        self._what = what
+        self._retry = retrier
+        self._progress = progress
+        self._kind = crc_kind
+        self._crc = crc_function(crc_kind) if crc_kind is not None else None
+        self._is_whole = is_whole
+        self._ended = threading.Event()
+        self._parts = [_PartDown(part) for part in plan]
+        self._buffers: deque[memoryview] = deque()
+        self._pending: dict[Future[None], _PartDown] = {}
+        self._settled = self._told = 0
+
+    def run(self, workers: int) -> int | None:
+        if self._plan.size >= _RESERVED_BYTES:
+            with os_errors("write", f"the download of {self._what}", needed_bytes=self._plan.size):
+                reserve(self._fd, self._plan.size)
+        if len(self._parts) > 1:
+            self._run_many(min(workers, self._retry.pace.concurrency))
+        elif self._parts:
+            self._fetch(self._parts[0], self._tell)
+        if self._crc is None or self._kind is None:
+            return None
+        return combine_all(self._kind, ((down.crc, down.part.length) for down in self._parts))
+
+    def _run_many(self, workers: int) -> None:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="ckptmgr-part")
         try:
-            for future in futures:
-                length = future.result()
-                if progress is not None:
-                    progress(length)
+            for down in self._parts:
+                while len(self._pending) >= workers:
+                    self._settle()
+                self._pending[pool.submit(self._fetch, down)] = down
+            while self._pending:
+                self._settle()
         except BaseException:
+            # The others write to a descriptor that is about to be closed: they must have ended.
+            self._ended.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+        pool.shutdown()
+
+    def _settle(self) -> None:
+        """Wait for a part to end, or for some time."""
+        done, _ = wait(self._pending, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+        for future in done:
+            down = self._pending.pop(future)
+            future.result()
+            self._settled += down.done
+        self._tell(sum(down.done for down in self._pending.values()))
+
+    def _tell(self, under_way: int) -> None:
+        if self._progress is not None:
+            # A part that began anew is not told twice.
+            total = max(self._told, self._settled + under_way)
+            news, self._told = total - self._told, total
+            self._progress(news)
+
+    def _fetch(self, down: _PartDown, told: Callable[[int], object] = lambda done: None) -> None:
+        buffer = self._take_buffer()
+        name = f"part {down.part.number} of {self._what}" if len(self._parts) > 1 else self._what
+        while True:
+            before = down.done
+            try:
+                self._retry(name, lambda: self._receive(down, buffer, told), ended=self._ended, slot=True)
+            except TransientBackendError as error:
+                is_over = self._ended.is_set() or self._retry.stop.is_set()
+                if is_over or self._is_whole or down.done < before + _PROGRESS_BYTES:
+                    raise
+                log.info("%s got to %d of %d bytes and goes on: %s", name, down.done, down.part.length, error)
+                continue
+            self._buffers.append(buffer)
+            return
+
+    def _take_buffer(self) -> memoryview:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return memoryview(bytearray(min(_BUFFER_BYTES, self._plan.part_bytes, max(1, self._plan.size))))
+
+    def _receive(self, down: _PartDown, buffer: memoryview, told: Callable[[int], object]) -> None:
+        """Go on with a part; one try."""
+        part = down.part
+        if self._is_whole:
+            down.done = down.crc = 0
+        elif down.done == part.length:
+            # It broke between the last byte and its end.
+            return
+        watch = self._retry.pace.watch(self._retry.stop, self._ended)
+        with contextlib.closing(self._open_range(part.offset + down.done, part.length - down.done)) as incoming:
+            while down.done < part.length:
+                room = min(len(buffer), self._retry.pace.block_bytes, part.length - down.done)
+                filled = self._fill(down, buffer[:room], incoming, watch)
+                told(down.done)
+                if filled < room:
+                    raise self._wrong(part, "fewer")
+            if incoming.readinto(buffer[:1]):
+                # Whoever ignores the range sends all of it, and what was written is from its beginning.
+                down.done = down.crc = 0
+                raise self._wrong(part, "more")
+
+    def _fill(self, down: _PartDown, block: memoryview, incoming: Incoming, watch: Watch) -> int:
+        """Receive and write a block, or what there is of it; how many bytes."""
+        filled = 0
+        try:
+            while filled < len(block):
+                if self._ended.is_set():
+                    raise DownloadEndedError(f"the download of {self._what} has ended")
+                count = incoming.readinto(block[filled:])
+                if not count:
+                    break
+                filled += count
+                watch.moved(count)
+        finally:
+            # Also what came before the connection broke.
+            self._write(down, block[:filled])
+        return filled
+
+    def _wrong(self, part: Part, how: str) -> CkptmgrError:
+        """The error for an answer that ended, as it says itself, where it should not have."""
+        if self._is_whole:
+            text = f"{self._what} has {how} bytes than the {part.length} that it should have"
+            return SizeMismatchError(text, expected=part.length, key=self._what)
+        text = f"{self._what} was answered with {how} bytes than the {part.length} asked for from {part.offset} on"
+        return TransientBackendError(text)
+
+    def _write(self, down: _PartDown, block: memoryview) -> None:
+        with os_errors("write", f"the download of {self._what}"):
+            while block:
+                count = os.pwrite(self._fd, block, down.part.offset + down.done)
+                if self._crc is not None:
+                    down.crc = self._crc(block[:count], down.crc)
+                down.done += count
+                block = block[count:]
 
 
-def _fetch_part(fetch: Fetch, part: Part, fd: int, what: str, retrier: Retrier) -> int:
-    done = 0
+@cache
+def _fallocate() -> Any:
+    """The system call; None where there is none. glibc's posix_fallocate writes to every block where the file system has none either."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    return call
 
-    def write(block: bytes) -> None:
-        nonlocal done
-        view = memoryview(block)
-        with os_errors("write", f"the download of {what}"):
-            while view:
-                count = os.pwrite(fd, view, part.offset + done)
-                done += count
-                view = view[count:]
 
-    retrier(f"part {part.number} of {what}", lambda: fetch(part.offset + done, part.length - done, write))
-    return part.length
+def reserve(fd: int, size: int) -> None:
+    """Make room for `size` bytes, so that a full disk is noticed before the first of them arrives; nothing where the file system cannot.
+
+    Raises:
+        OSError: there is no room.
+    """
+    call = _fallocate()
+    if call is None:
+        return
+    while call(fd, 0, 0, size):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, os.strerror(number))
+        if number != errno.EINTR:
+            return
 
 
 @contextlib.contextmanager

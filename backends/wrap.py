@@ -73,8 +73,13 @@ class WrappedBackend(Backend):
     def connection(self) -> Connection:
         return self._around("connection", "", self.inner.connection)
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
-        return self._around("get_file", rpath, lambda: self.inner.get_file(rpath, lpath, callback, **kwargs))
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
+        def get() -> bool:
+            return self.inner.get_file(rpath, lpath, callback, expected=expected, **kwargs)
+
+        return self._around("get_file", rpath, get)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         return self._around("cat_file", path, lambda: self.inner.cat_file(path, start, end, **kwargs))

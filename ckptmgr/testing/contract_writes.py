@@ -9,7 +9,15 @@ import pytest
 
 from ckptmgr.backends.atomic import digest_file
 from ckptmgr.backends.base import Backend
-from ckptmgr.core.errors import ObjectExistsError, ObjectNotFoundError, SourceChangedError
+from ckptmgr.core.checksums import Digests
+from ckptmgr.core.errors import (
+    ChecksumMismatchError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    SizeMismatchError,
+    SourceChangedError,
+    TransientBackendError,
+)
 from ckptmgr.testing.contract_store import (
     ODD_NAMES,
     RACERS,
@@ -23,6 +31,12 @@ from ckptmgr.testing.contract_store import (
     random_bytes,
 )
 from ckptmgr.testing.memory_parts import MemoryJournal
+
+
+def _proof(backend: Backend, expected: Digests) -> str | None:
+    """The CRC by which a download can be proven; None where the store keeps none."""
+    kind = backend.capabilities.stored_crc
+    return None if kind is None else getattr(expected, kind)
 
 
 class WriteContract(ContractFixtures):
@@ -133,6 +147,31 @@ class WriteContract(ContractFixtures):
         assert target.read_bytes() == data
         assert moved.total == size
         check_crc(backend, at("f"), expected)
+        moved = Progress()
+        proven = backend.get_file(at("f"), str(target), callback=moved, expected=expected)
+        assert target.read_bytes() == data
+        assert moved.total == size
+        assert proven == (_proof(backend, expected) is not None)
+
+    @pytest.mark.parametrize("parts", ["small", "parts"])
+    @pytest.mark.parametrize("wrong", ["bit", "shorter", "longer"])
+    def test_what_arrives_is_compared_with_what_is_expected(
+        self, store: ContractStore, backend: Backend, at: At, tmp_path: Path, parts: str, wrong: str
+    ) -> None:
+        """I5: an object that is not what it should be is never called proven; where the CRC tells, it is an error, and nothing is left."""
+        data = random_bytes({"small": 1000, "parts": 2 * (store.part_bytes or 1 << 20) + 7}[parts])
+        stored = {"bit": data[:500] + bytes([data[500] ^ 1]) + data[501:], "shorter": data[:-1], "longer": data + b"x"}
+        store.raw.put(at("f"), stored[wrong])
+        expected, target = digest_file(new_file(tmp_path, data)), tmp_path / "got"
+        if _proof(backend, expected) is None:
+            assert backend.get_file(at("f"), str(target), expected=expected) is False
+            return
+        kind = ChecksumMismatchError if wrong == "bit" else SizeMismatchError
+        with pytest.raises(kind) as caught:
+            backend.get_file(at("f"), str(target), expected=expected)
+        assert at("f") in str(caught.value)
+        assert not isinstance(caught.value, TransientBackendError)
+        assert not target.exists()
 
     def test_put_file_create_refuses_what_exists(
         self, store: ContractStore, backend: Backend, at: At, tmp_path: Path

@@ -22,12 +22,14 @@ from typing import Any, Literal, TypeVar
 
 from ckptmgr.backends.base import Backend, WriteMode
 from ckptmgr.backends.wrap import WrappedBackend
-from ckptmgr.core.checksums import Digests
+from ckptmgr.core.checksums import Digests, digest_bytes
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
     BackendTimeoutError,
+    ChecksumMismatchError,
     DiskFullError,
+    SizeMismatchError,
     ThrottledError,
     TransientBackendError,
 )
@@ -243,17 +245,27 @@ class FaultyBackend(WrappedBackend):
             "cat_file", path, 0, lambda fault: fault.damage(self.inner.cat_file(path, start, end, **kwargs))
         )
 
-    def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
-        def call(fault: StoreFault) -> None:
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+    ) -> bool:
+        def call(fault: StoreFault) -> bool:
+            if fault.truncate is None and not fault.corrupt:
+                return self.inner.get_file(rpath, lpath, callback, expected=expected, **kwargs)
             self.inner.get_file(rpath, lpath, callback, **kwargs)
-            if fault.truncate is not None or fault.corrupt:
-                with open(lpath, "r+b") as target:
-                    data = fault.damage(target.read())
-                    target.seek(0)
-                    target.write(data)
-                    target.truncate()
+            with open(lpath, "r+b") as target:
+                data = fault.damage(target.read())
+                target.seek(0)
+                target.write(data)
+                target.truncate()
+            if expected is not None and len(data) != expected.size:
+                os.unlink(lpath)
+                raise SizeMismatchError(f"injected: {rpath} arrived short", expected=expected.size, actual=len(data))
+            if expected is not None and digest_bytes(data).blake3 != expected.blake3:
+                os.unlink(lpath)
+                raise ChecksumMismatchError(f"injected: {rpath} arrived damaged", key=rpath)
+            return False
 
-        self._struck("get_file", rpath, 0, call)
+        return self._struck("get_file", rpath, 0, call)
 
     def rm_files(self, paths: Sequence[str]) -> None:
         """One call per path, so that a fault can be aimed at, and the log shows, each of them."""

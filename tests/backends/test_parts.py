@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptmgr.backends import parts
+from ckptmgr.backends.base import CrcKind
 from ckptmgr.backends.localfile import SourceFile
-from ckptmgr.backends.parts import MAX_PARTS, PART_BYTES, PartPlan, download_parts, plan_parts
+from ckptmgr.backends.pace import Pace
+from ckptmgr.backends.parts import MAX_PARTS, PART_BYTES, Incoming, PartPlan, download_parts, plan_parts
 from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier, RetryPolicy
+from ckptmgr.core.checksums import digest_bytes
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendTimeoutError,
     DiskFullError,
+    SizeMismatchError,
     TransientBackendError,
 )
-from ckptmgr.testing.memory_parts import MemorySender, failing
+from ckptmgr.testing.memory_parts import MemorySender, crc64xz, failing
 
 RETRIER = Retrier(RetryPolicy(attempts=3), sleep=lambda seconds: None)
 GIB, TIB = 1 << 30, 1 << 40
@@ -144,40 +153,236 @@ def test_begin_is_tried_again(tmp_path: Path) -> None:
 # --- down -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_download_goes_on_where_it_broke(tmp_path: Path) -> None:
-    """After a break only the missing bytes of the part are asked for."""
-    data = os.urandom(2500)
-    asked: list[tuple[int, int]] = []
-    broken = [1, 1]
+class Served:
+    """Serves `data` in blocks of 300 bytes; `breaks` are offsets at which the connection breaks, once each. `asked` are the requests."""
 
-    def fetch(offset: int, length: int, sink: Callable[[bytes], None]) -> None:
-        asked.append((offset, length))
-        if offset >= 1000 and broken:
-            broken.pop()
-            sink(data[offset : offset + 300])
+    def __init__(self, data: bytes, breaks: Iterable[int] = (), honest: bool = True) -> None:
+        self.data = data
+        self.breaks = list(breaks)
+        self.honest = honest
+        self.asked: list[tuple[int, int]] = []
+        self.open = 0
+
+    def __call__(self, offset: int, length: int) -> Incoming:
+        self.asked.append((offset, length))
+        self.open += 1
+        end = offset + length if self.honest else len(self.data)
+        return _Served(self, offset if self.honest else 0, end)
+
+
+class _Served:
+    def __init__(self, served: Served, at: int, end: int) -> None:
+        self.served, self.at, self.end = served, at, end
+
+    def readinto(self, view: memoryview, /) -> int:
+        if self.at in self.served.breaks:
+            self.served.breaks.remove(self.at)
             raise BackendTimeoutError("broke")
-        sink(data[offset : offset + length])
+        block = self.served.data[self.at : min(self.end, self.at + 300, self.at + len(view))]
+        view[: len(block)] = block
+        self.at += len(block)
+        return len(block)
+
+    def close(self) -> None:
+        self.served.open -= 1
+
+
+def _download(served: Callable[[int, int], Incoming], size: int, path: Path, **options: Any) -> int | None:
+    with open(path, "wb") as file:
+        plan = PartPlan(size=size, part_bytes=1000)
+        return download_parts(served, plan, file.fileno(), what="f", **{"retrier": RETRIER, "workers": 1, **options})
+
+
+def test_a_download_goes_on_where_it_broke(tmp_path: Path) -> None:
+    """Row 27: after a break only the missing bytes of the part are asked for."""
+    data = os.urandom(2500)
+    served = Served(data, breaks=[1300, 1600])
+    _download(served, len(data), tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == data
+    assert served.asked == [(0, 1000), (1000, 1000), (1300, 700), (1600, 400), (2000, 500)]
+    assert served.open == 0
+
+
+@pytest.mark.parametrize("kind", ["crc64xz", "crc64nvme"])
+def test_the_crc_of_what_arrived(tmp_path: Path, kind: CrcKind) -> None:
+    """Of the whole, whatever broke on the way, and in whichever order the parts came."""
+    data = os.urandom(10_500)
+    served = Served(data, breaks=[300, 2600, 2900, 10_300])
+    found = _download(served, len(data), tmp_path / "got", workers=4, crc_kind=kind)
+    assert (tmp_path / "got").read_bytes() == data
+    assert found is not None
+    assert f"{found:016x}" == getattr(digest_bytes(data), kind)
+    assert _download(Served(b""), 0, tmp_path / "empty", crc_kind=kind) == 0
+    assert _download(Served(data), len(data), tmp_path / "got") is None
+
+
+def test_a_part_that_gets_further_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that breaks more often than there are tries, but not without having moved something; one that moves nothing ends it."""
+    monkeypatch.setattr(parts, "_PROGRESS_BYTES", 300)
+    data = os.urandom(6000)
+    options: dict[str, Any] = {"retrier": Retrier(RetryPolicy(attempts=2), sleep=lambda seconds: None)}
+    served = Served(data, breaks=range(300, 6000, 300))
+
+    def at_once(offset: int, length: int) -> Incoming:
+        return served(offset, length)
 
     with open(tmp_path / "got", "wb") as file:
-        plan = PartPlan(size=len(data), part_bytes=1000)
-        download_parts(fetch, plan, file.fileno(), what="f", retrier=RETRIER, workers=1)
+        plan = PartPlan(size=len(data), part_bytes=6000)
+        download_parts(at_once, plan, file.fileno(), what="f", workers=1, **options)
+        assert (tmp_path / "got").read_bytes() == data
+        served = Served(data, breaks=[3000] * 4)
+        with pytest.raises(BackendTimeoutError):
+            download_parts(at_once, plan, file.fileno(), what="f", workers=1, **options)
+    assert served.asked == [(0, 6000), (3000, 3000), (3000, 3000), (3000, 3000)]
+
+
+def test_a_store_that_ignores_the_range_is_noticed(tmp_path: Path) -> None:
+    """It sends the whole from its beginning: an error, never the wrong bytes in the right place."""
+    served = Served(os.urandom(2500), honest=False)
+    with pytest.raises(TransientBackendError, match="more bytes"):
+        _download(served, 2500, tmp_path / "got")
+    assert set(served.asked) == {(0, 1000)}
+    served = Served(os.urandom(900), breaks=[300], honest=False)
+    _download(served, 900, tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == served.data
+    assert served.asked == [(0, 900), (300, 600), (0, 900)]
+
+
+def test_an_answer_that_ends_too_early_is_asked_for_the_rest(tmp_path: Path) -> None:
+    """A store that sends less than it was asked for: what came is kept, and the rest asked for, until nothing comes any more."""
+    data = os.urandom(1000)
+    served = Served(data)
+
+    def short(offset: int, length: int) -> Incoming:
+        return served(offset, min(length, 600))
+
+    _download(short, 1000, tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == data
-    assert asked == [(0, 1000), (1000, 1000), (1300, 700), (1600, 400), (2000, 500)]
+    assert served.asked == [(0, 600), (600, 400)]
+    with pytest.raises(TransientBackendError, match="fewer bytes"):
+        _download(Served(data[:700]), 1000, tmp_path / "got")
+
+
+@pytest.mark.parametrize("size", [900, 1100])
+def test_a_whole_object_of_another_size(tmp_path: Path, size: int) -> None:
+    """An object that was to be of 1000 bytes, and asked for as a whole, is wrong at the first look; one that is cut is tried again from its beginning."""
+    served = Served(os.urandom(size), honest=False)
+    with pytest.raises(SizeMismatchError):
+        _download(served, 1000, tmp_path / "got", is_whole=True)
+    assert len(served.asked) == 1
+    served = Served(os.urandom(1000), breaks=[600], honest=False)
+    found = _download(served, 1000, tmp_path / "got", is_whole=True, crc_kind="crc64xz")
+    assert (tmp_path / "got").read_bytes() == served.data
+    assert found == crc64xz(served.data, 0)
+
+
+def test_parts_under_way_are_those_of_the_pace(tmp_path: Path) -> None:
+    """Two slots for a download with eight workers, also beside another one: never more requests, and all bytes are there."""
+    data = os.urandom(8000)
+    pace, most, lock = Pace(2), [0], threading.Lock()
+
+    def count(offset: int, length: int) -> Incoming:
+        with lock:
+            most[0] = max(most[0], pace.used)
+        return Served(data)(offset, length)
+
+    retrier = Retrier(RetryPolicy(), pace=pace)
+
+    def down(name: str) -> None:
+        _download(count, len(data), tmp_path / name, workers=8, retrier=retrier)
+
+    threads = [threading.Thread(target=down, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [(tmp_path / name).read_bytes() for name in "ab"] == [data, data]
+    assert most == [2]
+
+
+def test_a_download_is_capped(tmp_path: Path) -> None:
+    """What arrives is accounted for: 20 kB at 1 kB/s take 20 s, and blocks are small."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    data = os.urandom(20_000)
+    retrier = Retrier(RetryPolicy(), pace=Pace(4, 1000.0, lambda: now[0], sleep))
+    _download(Served(data), len(data), tmp_path / "got", retrier=retrier)
+    assert now[0] == pytest.approx(20.0, abs=0.5)
+
+
+def test_whoever_is_told_may_end_a_download(tmp_path: Path) -> None:
+    """Several parts, of which one stands still: the others' bytes are told, and what that raises ends it at once, without a further try."""
+    data = os.urandom(4000)
+    standing, released = threading.Event(), threading.Event()
+
+    class Standing:
+        def readinto(self, view: memoryview, /) -> int:
+            standing.set()
+            assert released.wait(30)
+            raise BackendTimeoutError("stood still")
+
+        def close(self) -> None:
+            pass
+
+    tries: list[int] = []
+
+    def serve(offset: int, length: int) -> Incoming:
+        if offset != 1000:
+            return Served(data)(offset, length)
+        tries.append(offset)
+        return Standing()
+
+    told: list[int] = []
+
+    def tell(count: int) -> None:
+        told.append(count)
+        if sum(told) == 3000 and standing.is_set():
+            released.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _download(serve, len(data), tmp_path / "got", workers=3, progress=tell)
+    assert tries == [1000]
 
 
 def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No room for the bytes is the disk's error, and is not tried again."""
-    calls: list[int] = []
-
-    def fetch(offset: int, length: int, sink: Callable[[bytes], None]) -> None:
-        calls.append(offset)
-        sink(b"x" * length)
-
+    served = Served(b"x" * 10)
     with open("/dev/full", "wb") as full:
         real = os.write
         monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data))
+        plan = PartPlan(size=10, part_bytes=1000)
         with pytest.raises(DiskFullError):
-            download_parts(
-                fetch, PartPlan(size=10, part_bytes=1000), full.fileno(), what="f", retrier=RETRIER, workers=1
-            )
-    assert calls == [0]
+            download_parts(served, plan, full.fileno(), what="f", retrier=RETRIER, workers=1)
+    assert served.asked == [(0, 10)]
+
+
+def test_a_disk_without_room_is_noticed_before_the_first_byte(disk_of: Callable[..., Path]) -> None:
+    """4 MiB for a file of 8: nothing is asked for."""
+    served = Served(b"")
+    with pytest.raises(DiskFullError) as caught:
+        _download(served, 8 << 20, disk_of(4096) / "got")
+    assert served.asked == []
+    assert caught.value.needed_bytes == 8 << 20  # type: ignore[attr-defined]
+
+
+def test_a_file_system_that_reserves_nothing_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither a system without the call nor a file system that does not know it stands in the way."""
+
+    def refuse(*arguments: int) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    data = os.urandom(2 << 20)
+    for call in (None, refuse):
+        monkeypatch.setattr(parts, "_fallocate", lambda call=call: call)
+        with open(tmp_path / "got", "wb") as file:
+            plan = PartPlan(size=len(data), part_bytes=1 << 20)
+            served = Served(data)
+            download_parts(served, plan, file.fileno(), what="f", retrier=RETRIER)
+        assert (tmp_path / "got").read_bytes() == data
