@@ -138,7 +138,7 @@ class OSSBackend(ObjectStoreBackend):
         bucket, _, key = self._strip_protocol(path).partition("/")
         versioning = _if_allowed(lambda: self._oss.versioning(bucket))
         state: _Versioning | None = None if versioning is None else _VERSIONING.get(versioning, "off")
-        rules: list[LifecycleRule] | None = _if_allowed(lambda: self._oss.lifecycle(bucket), none=[])
+        rules: list[LifecycleRule] | None = _if_allowed(lambda: self._oss.lifecycle(bucket), none=list[LifecycleRule]())
         if rules is None:
             return BucketFacts(versioning=state)
         prefix = f"{key}/" if key else ""

@@ -1,31 +1,58 @@
 """The seam to the OSS library: what `oss.py` needs of it, and oss2 behind it.
 
-oss2 makes no retries of its own here, and its CRC (crcmod, which holds the GIL at 0.45 GB/s) is off: `oss.py` compares ours.
+oss2 makes no retries of its own here, and its CRC (crcmod, which holds the GIL at 0.45 GB/s) is off: `oss.py` compares ours. One try may be two
+requests, when the first was refused for keys that have expired or for this machine's clock.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+import time
+from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol, TypeVar
 
 import oss2  # type: ignore[import-untyped, unused-ignore]
-import oss2.credentials  # type: ignore[import-untyped, unused-ignore]
+import requests
 
+from ckptmgr.backends import ossbucket
+from ckptmgr.backends.base import PendingUpload
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S, Page, Stored
-from ckptmgr.backends.osserrors import oss_errors
+from ckptmgr.backends.options import StoreOptions
+from ckptmgr.backends.ossbucket import LifecycleRule
+from ckptmgr.backends.osscredentials import OssCredentials
+from ckptmgr.backends.ossendpoint import OssEndpoint, endpoint_of, no_region
+from ckptmgr.backends.osserrors import EXPIRED, SKEWED, oss_errors
+from ckptmgr.backends.osskeysources import default_chain
+from ckptmgr.backends.osssigning import Signer, SignerV1
 from ckptmgr.backends.parts import Receipt
-from ckptmgr.core.errors import AccessDeniedError, ConfigError
+from ckptmgr.core.errors import ConfigError
+
+T = TypeVar("T")
+log = logging.getLogger("ckptmgr.backends")
 
 _READ_BYTES = 1 << 20
 _POOL = 32
+_SSE = ("AES256", "KMS", "SM4")
+
+# oss2 writes all headers of each request into its debug log, session tokens too. Who wants that says so.
+if logging.getLogger("oss2").level == logging.NOTSET:
+    logging.getLogger("oss2").setLevel(logging.WARNING)
 
 
 class OssClient(Protocol):
-    """Single requests to OSS, one try each, with the library's errors translated. Safe from any thread."""
+    """Single requests to OSS, one try each, with the library's errors translated. Safe from any thread.
+
+    Attributes:
+        endpoint: where requests go.
+        credentials: what they are signed with.
+    """
+
+    endpoint: OssEndpoint
+    credentials: OssCredentials
 
     def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored: ...
 
@@ -57,32 +84,55 @@ class OssClient(Protocol):
 
     def abort(self, bucket: str, key: str, upload_id: str) -> None: ...
 
+    def list_uploads(self, bucket: str, prefix: str) -> list[PendingUpload]: ...
+
+    def versioning(self, bucket: str) -> str:
+        """ "Enabled", "Suspended", or "" where there never was any."""
+        ...
+
+    def lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        """The rules in force."""
+        ...
+
 
 class Oss2Client:
-    """oss2, configured by the environment: OSS_ENDPOINT, OSS_REGION, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN.
+    """oss2, configured by the environment: see `ossendpoint.py` for endpoints and `osscredentials.py` for keys.
 
-    Requests are signed with V4, which needs the region; `OSS_SIGNATURE_VERSION=v1` signs without it. `OSS_CNAME=1` says that the
-    endpoint is a custom domain bound to the bucket. An endpoint that is an IP address is used path-style.
+    Requests are signed with V4, which needs the region; `OSS_SIGNATURE_VERSION=v1` signs without it.
 
     Args:
         stall_s: seconds without a byte after which a request is cut.
+        options: encryption, storage class and addressing of them count here.
+        credentials: in place of Aliyun's chain.
+        now: seconds since 1970 (tests).
+
+    Raises:
+        ConfigError: the environment or the options make no sense for OSS.
     """
 
-    def __init__(self, *, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        *,
+        stall_s: float = STALL_S,
+        options: StoreOptions | None = None,
+        credentials: OssCredentials | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        options = options or StoreOptions()
         # To connect, and to get the first block of a request out on a new connection; between two bytes of an answer, and for a later block.
         self._timeouts_s = (min(CONNECT_S, stall_s), stall_s)
         self._buckets: dict[tuple[int, str], Any] = {}
         self._sessions: dict[int, Any] = {}
         self._lock = threading.Lock()
-        region = os.environ.get("OSS_REGION", "").removeprefix("oss-")
-        self.endpoint = _endpoint(region)
-        self._region = region or _region_of(self.endpoint)
-        self._v1 = os.environ.get("OSS_SIGNATURE_VERSION", "v4").lower() in ("v1", "1")
-        self._is_cname = os.environ.get("OSS_CNAME", "").lower() in ("1", "true", "yes")
-        if not self._region and not self._v1:
-            raise ConfigError(
-                "no OSS region is set", hint="set OSS_REGION, e.g. cn-hangzhou, or OSS_SIGNATURE_VERSION=v1"
-            )
+        self.endpoint = endpoint_of(addressing=options.addressing)
+        self.credentials = credentials or OssCredentials(default_chain())
+        is_v1 = os.environ.get("OSS_SIGNATURE_VERSION", "v4").lower() in ("v1", "1")
+        if not self.endpoint.region and not is_v1:
+            raise no_region(self.endpoint)
+        self._now = now
+        self._signer = (SignerV1 if is_v1 else Signer)(self.credentials, now=now)
+        self._encryption = _encryption(options)
+        self._storage_class = {"x-oss-storage-class": options.storage_class} if options.storage_class else {}
 
     def _bucket(self, name: str) -> Any:
         # By process: a forked child must not share its parent's sockets.
@@ -90,38 +140,81 @@ class Oss2Client:
         bucket = self._buckets.get((pid, name))
         if bucket is None:
             with self._lock:
-                session = self._sessions.setdefault(pid, oss2.Session(pool_size=_POOL))
+                session = self._sessions.get(pid)
+                if session is None:
+                    session = self._sessions[pid] = _session()
                 bucket = self._buckets[pid, name] = self._make_bucket(name, session)
         return bucket
 
     def _make_bucket(self, name: str, session: Any) -> Any:
-        provider = _Environment()
-        auth = oss2.ProviderAuth(provider) if self._v1 else oss2.ProviderAuthV4(provider)
-        with oss_errors("open", name, self.endpoint):
-            return oss2.Bucket(
-                auth,
-                self.endpoint,
-                name,
-                is_cname=self._is_cname,
-                session=session,
-                connect_timeout=self._timeouts_s,
-                app_name="ckptmgr",
-                enable_crc=False,
-                region=self._region or None,
-            )
+        endpoint = self.endpoint
+        bucket = ossbucket.Bucket(
+            self._signer,
+            endpoint.url,
+            name,
+            is_cname=endpoint.style == "cname",
+            is_path_style=endpoint.style == "path",
+            session=session,
+            connect_timeout=self._timeouts_s,
+            app_name="ckptmgr",
+            enable_crc=False,
+            region=endpoint.region or None,
+        )
+        bucket.proxies = requests.utils.get_environ_proxies(bucket._make_url(name, ""))
+        return bucket
 
-    def _errors(self, operation: str, bucket: str, key: str) -> Any:
-        return oss_errors(operation, f"{bucket}/{key}", self.endpoint)
+    def _call(
+        self, operation: str, bucket: str, key: str, call: Callable[[Any], T], body: bytes | FileBody | None = None
+    ) -> T:
+        with oss_errors(operation, f"{bucket}/{key}", self.endpoint.url, now=self._now):
+            handle = self._bucket(bucket)
+            if isinstance(body, FileBody):
+                body.start_sending()
+            try:
+                return call(handle)
+            except oss2.exceptions.ServerError as error:
+                if not self._is_mended(error):
+                    raise
+            if isinstance(body, FileBody):
+                body.rewind()
+                body.start_sending()
+            return call(handle)
+
+    def _is_mended(self, error: Any) -> bool:
+        """Whether the same request, signed anew, is worth one more try."""
+        if error.code in EXPIRED:
+            refused = self._signer.used
+            return refused is not None and self.credentials.renew(refused) is not None
+        if error.code == SKEWED:
+            try:
+                theirs = parsedate_to_datetime(error.headers.get("date", "")).timestamp()
+            except (TypeError, ValueError):
+                return False
+            self._set_clock(theirs - self._now())
+            return True
+        return False
+
+    def _set_clock(self, offset_s: float) -> None:
+        # A request that was held back until its date was too old is refused likewise, and the clock is right.
+        offset_s = offset_s if abs(offset_s) > 60.0 else 0.0
+        if abs(offset_s - self._signer.offset_s) > 60.0:
+            log.warning(
+                "this machine's clock is %s of the store's; requests are dated by the store's - set the clock (NTP)",
+                f"{abs(offset_s):.0f} s {'behind' if offset_s > 0 else 'ahead'}"
+                if offset_s
+                else "right again: it is that",
+            )
+        self._signer.offset_s = offset_s
 
     def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored:
-        if isinstance(data, FileBody):
-            data.start_sending()
-        with self._errors("write", bucket, key):
-            return _stored(self._bucket(bucket).put_object(key, data, headers=_condition(create)))
+        # What is small is not data: a manifest in an archive would be lost to everybody.
+        headers = _condition(create) | self._encryption | (self._storage_class if isinstance(data, FileBody) else {})
+        return _stored(
+            self._call("write", bucket, key, lambda handle: handle.put_object(key, data, headers=headers), data)
+        )
 
     def head(self, bucket: str, key: str) -> Stored:
-        with self._errors("look up", bucket, key):
-            answer = self._bucket(bucket).head_object(key)
+        answer = self._call("look up", bucket, key, lambda handle: handle.head_object(key))
         crc = answer.headers.get("x-oss-hash-crc64ecma")
         return Stored(
             etag=answer.etag,
@@ -136,15 +229,16 @@ class Oss2Client:
         if etag is not None:
             headers["If-Match"] = f'"{etag}"'
         byte_range = None if last is None else (first, last - 1)
-        with self._errors("read", bucket, key):
-            answer = self._bucket(bucket).get_object(key, byte_range=byte_range, headers=headers)
+        answer = self._call(
+            "read", bucket, key, lambda handle: handle.get_object(key, byte_range=byte_range, headers=headers)
+        )
         # oss2's own reader hands on 8 KiB at a time.
         raw = answer.resp.response.raw
         left = answer.content_length
         try:
             while True:
                 # Only the read: what the consumer of a block does wrong is not the store's fault.
-                with self._errors("read", bucket, key):
+                with oss_errors("read", f"{bucket}/{key}", self.endpoint.url):
                     block = raw.read(_READ_BYTES)
                     if not block and left:
                         # urllib3 1.x takes a body that ends too early for complete.
@@ -158,10 +252,12 @@ class Oss2Client:
             answer.resp.response.close()
 
     def page(self, bucket: str, *, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
-        with self._errors("list", bucket, prefix):
-            answer = self._bucket(bucket).list_objects_v2(
+        def ask(handle: Any) -> Any:
+            return handle.list_objects_v2(
                 prefix=prefix, delimiter=delimiter, continuation_token=token or "", max_keys=limit
             )
+
+        answer = self._call("list", bucket, prefix, ask)
         return Page(
             objects=[
                 (entry.key, Stored(etag=entry.etag, size=entry.size, mtime=float(entry.last_modified)))
@@ -172,89 +268,78 @@ class Oss2Client:
         )
 
     def delete(self, bucket: str, key: str) -> None:
-        with self._errors("delete", bucket, key):
-            self._bucket(bucket).delete_object(key)
+        self._call("delete", bucket, key, lambda handle: handle.delete_object(key))
 
     def delete_many(self, bucket: str, keys: list[str]) -> list[str]:
-        with self._errors("delete", bucket, keys[0]):
-            return list(self._bucket(bucket).batch_delete_objects(keys).deleted_keys)
+        answer = self._call("delete", bucket, keys[0], lambda handle: handle.batch_delete_objects(keys))
+        return list(answer.deleted_keys)
 
     def copy(self, bucket: str, key: str, *, source: tuple[str, str]) -> None:
-        with self._errors("copy to", bucket, key):
-            self._bucket(bucket).copy_object(*source, key)
+        headers = self._encryption | self._storage_class
+        self._call("copy to", bucket, key, lambda handle: handle.copy_object(*source, key, headers=headers))
 
     def begin(self, bucket: str, key: str, *, create: bool) -> str:
-        with self._errors("begin to write", bucket, key):
-            return str(self._bucket(bucket).init_multipart_upload(key, headers=_condition(create)).upload_id)
+        headers = _condition(create) | self._encryption | self._storage_class
+        answer = self._call(
+            "begin to write", bucket, key, lambda handle: handle.init_multipart_upload(key, headers=headers)
+        )
+        return str(answer.upload_id)
 
     def send_part(self, bucket: str, key: str, upload_id: str, number: int, body: FileBody) -> Receipt:
-        body.start_sending()
-        with self._errors("write a part of", bucket, key):
-            answer = self._bucket(bucket).upload_part(key, upload_id, number, body)
+        answer = self._call(
+            "write a part of", bucket, key, lambda handle: handle.upload_part(key, upload_id, number, body), body
+        )
         return Receipt(number=number, etag=answer.etag, crc=None if answer.crc is None else f"{answer.crc:016x}")
 
     def list_parts(self, bucket: str, key: str, upload_id: str) -> list[Receipt]:
-        # OSS also answers the CRC of each part, which oss2 does not read.
-        receipts: list[Receipt] = []
-        marker = ""
-        while True:
-            with self._errors("list the parts of", bucket, key):
-                answer = self._bucket(bucket).list_parts(key, upload_id, marker=marker)
-            receipts += [Receipt(number=one.part_number, etag=one.etag, size=one.size) for one in answer.parts]
-            if not answer.is_truncated:
-                return receipts
-            marker = answer.next_marker
+        return self._call("list the parts of", bucket, key, lambda handle: handle.parts_with_crc(key, upload_id))
 
     def copy_part(
         self, bucket: str, key: str, upload_id: str, number: int, *, source: tuple[str, str], first: int, last: int
     ) -> Receipt:
-        with self._errors("copy a part to", bucket, key):
-            answer = self._bucket(bucket).upload_part_copy(*source, (first, last - 1), key, upload_id, number)
-        return Receipt(number=number, etag=answer.etag)
+        def ask(handle: Any) -> Any:
+            return handle.upload_part_copy(*source, (first, last - 1), key, upload_id, number)
+
+        return Receipt(number=number, etag=self._call("copy a part to", bucket, key, ask).etag)
 
     def complete(self, bucket: str, key: str, upload_id: str, receipts: list[Receipt], *, create: bool) -> Stored:
         parts = [oss2.models.PartInfo(receipt.number, receipt.etag) for receipt in receipts]
-        with self._errors("finish writing", bucket, key):
-            answer = self._bucket(bucket).complete_multipart_upload(key, upload_id, parts, headers=_condition(create))
-        return _stored(answer)
+
+        def ask(handle: Any) -> Any:
+            return handle.complete_multipart_upload(key, upload_id, parts, headers=_condition(create))
+
+        return _stored(self._call("finish writing", bucket, key, ask))
 
     def abort(self, bucket: str, key: str, upload_id: str) -> None:
-        with self._errors("abandon", bucket, key):
-            self._bucket(bucket).abort_multipart_upload(key, upload_id)
+        self._call("abandon", bucket, key, lambda handle: handle.abort_multipart_upload(key, upload_id))
+
+    def list_uploads(self, bucket: str, prefix: str) -> list[PendingUpload]:
+        return self._call("list the uploads to", bucket, prefix, lambda handle: handle.pending_uploads(prefix))
+
+    def versioning(self, bucket: str) -> str:
+        return self._call(
+            "ask for the versioning of", bucket, "", lambda handle: handle.get_bucket_versioning().status or ""
+        )
+
+    def lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        return self._call("ask for the lifecycle of", bucket, "", lambda handle: handle.lifecycle_rules())
 
 
-class _Environment(oss2.credentials.CredentialsProvider):  # type: ignore[misc, unused-ignore]
-    """Reads the credentials at every request: STS tokens are renewed in place by whoever set them."""
-
-    def get_credentials(self) -> Any:
-        key, secret = os.environ.get("OSS_ACCESS_KEY_ID", ""), os.environ.get("OSS_ACCESS_KEY_SECRET", "")
-        if not key or not secret:
-            raise AccessDeniedError(
-                "no OSS credentials are set",
-                hint="set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET",
-                backend="oss",
-                operation="sign",
-            )
-        return oss2.credentials.Credentials(key, secret, os.environ.get("OSS_SESSION_TOKEN", ""))
+def _session() -> Any:
+    session = oss2.Session(pool_size=_POOL)
+    # Neither looked for at each request, nor a password out of ~/.netrc in place of our signature. Proxies: `_make_bucket`.
+    session.session.trust_env = False
+    session.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+    return session
 
 
-def _endpoint(region: str) -> str:
-    endpoint = os.environ.get("OSS_ENDPOINT", "")
-    if not endpoint and region:
-        endpoint = f"oss-{region}.aliyuncs.com"
-    if not endpoint:
-        raise ConfigError("no OSS endpoint is set", hint="set OSS_ENDPOINT, e.g. https://oss-cn-hangzhou.aliyuncs.com")
-    # oss2 would speak http; nobody who leaves the scheme out means that.
-    return endpoint if "://" in endpoint else f"https://{endpoint}"
-
-
-def _region_of(endpoint: str) -> str:
-    """`cn-hangzhou` of `https://oss-cn-hangzhou[-internal].aliyuncs.com`; "" for other hosts."""
-    host = urlsplit(endpoint).hostname or ""
-    first, _, domain = host.partition(".")
-    if domain != "aliyuncs.com" or not first.startswith("oss-"):
-        return ""
-    return first.removeprefix("oss-").removesuffix("-internal")
+def _encryption(options: StoreOptions) -> dict[str, str]:
+    if options.sse is None:
+        return {}
+    if options.sse not in _SSE:
+        raise ConfigError(f"OSS has no encryption {options.sse!r}", hint=f"set CKPTMGR_SSE to one of {', '.join(_SSE)}")
+    key = {"x-oss-server-side-encryption-key-id": options.sse_key} if options.sse_key else {}
+    return {"x-oss-server-side-encryption": options.sse, **key}
 
 
 def _condition(create: bool) -> dict[str, str]:

@@ -6,7 +6,10 @@ Source: https://www.alibabacloud.com/help/en/oss/support/http-status-code-and-er
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import oss2.exceptions as ox  # type: ignore[import-untyped, unused-ignore]
@@ -27,8 +30,15 @@ from ckptmgr.core.errors import (
     TransientBackendError,
 )
 
+#: Codes of keys that were valid once. OSS also answers the second to those of a session that has ended, and the third to a token that is not that of the
+#: key: https://www.alibabacloud.com/help/en/oss/support/0002-00000007, 0002-00000002, 0002-00000006
+EXPIRED = ("SecurityTokenExpired", "InvalidAccessKeyId", "InvalidSecurityToken")
+SKEWED = "RequestTimeTooSkewed"
+
 _KEYS_HINT = "check OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET"
 _EXPIRED_HINT = "renew the STS credentials (OSS_SESSION_TOKEN)"
+# A clock that is not further off than that has nothing to do with a refusal at 15 minutes.
+_HELD_BACK_S = 600.0
 _ENDPOINT_HINT = "set OSS_ENDPOINT and OSS_REGION to the bucket's region"
 
 _CODES: dict[str, Meaning] = {
@@ -40,6 +50,10 @@ _CODES: dict[str, Meaning] = {
     "SignatureDoesNotMatch": (AccessDeniedError, _KEYS_HINT),
     "InvalidSecurityToken": (AccessDeniedError, _EXPIRED_HINT),
     "SecurityTokenExpired": (AccessDeniedError, _EXPIRED_HINT),
+    "InvalidObjectState": (
+        PermanentBackendError,
+        "the object is in an archive class: restore it first, e.g. with 'ossutil restore'",
+    ),
     "FileImmutable": (AccessDeniedError, "the bucket's retention policy forbids changing this object"),
     "InvalidBucketName": (PermanentBackendError, "correct the bucket's name in the URL"),
     "QpsLimitExceeded": (ThrottledError, ""),
@@ -57,25 +71,36 @@ classify = AnswerTable(_CODES, _STATUSES)
 
 
 @contextlib.contextmanager
-def oss_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
+def oss_errors(operation: str, path: str, endpoint: str, *, now: Callable[[], float] = time.time) -> Iterator[None]:
     """Raise any error of oss2 or the network in the body as one of ours; ours pass."""
     try:
         yield
     except CkptmgrError:
         raise
-    except (ox.OssError, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-        raise translate(error, operation, path, endpoint) from error
+    except (ox.OssError, requests.RequestException, urllib3.exceptions.HTTPError, OSError, ET.ParseError) as error:
+        raise translate(error, operation, path, endpoint, now_s=now()) from error
 
 
-def translate(error: Exception, operation: str, path: str, endpoint: str) -> CkptmgrError:
-    """The error of ours that stands for `error`, met by `operation` on `path` at `endpoint`."""
+def translate(
+    error: Exception, operation: str, path: str, endpoint: str, *, now_s: float | None = None
+) -> CkptmgrError:
+    """The error of ours that stands for `error`, met by `operation` on `path` at `endpoint`.
+
+    Args:
+        now_s: seconds since 1970 by this machine's clock; to say by how much it is wrong.
+    """
     facts: dict[str, Any] = {"backend": "oss", "operation": operation, "key": path}
     what = f"cannot {operation} oss://{path}"
     if isinstance(error, ox.RequestError):
         # oss2 wraps the errors of requests here, but not those met while a body is read.
         error = error.exception
     if isinstance(error, ox.ServerError):
-        return _from_answer(error, what, facts)
+        return _from_answer(error, what, facts, now_s)
+    if isinstance(error, ET.ParseError):
+        # Something in between, a portal's page perhaps.
+        return TransientBackendError(
+            f"{what}: the answer of {endpoint} is not that of OSS", hint="check OSS_ENDPOINT", **facts
+        )
     if isinstance(error, ox.ClientError):
         return ConfigError(f"{what}: {error.body}", hint="check OSS_ENDPOINT and the URL")
     if isinstance(error, ox.OssError):
@@ -101,17 +126,39 @@ def _never_connected(error: Exception) -> bool:
     )
 
 
-def _from_answer(error: Any, what: str, facts: dict[str, Any]) -> BackendError:
+def _from_answer(error: Any, what: str, facts: dict[str, Any], now_s: float | None) -> BackendError:
     kind, hint = classify(error.code, error.status)
+    skew_s = _skew_s(error, now_s) if error.code == SKEWED else None
     if kind is ObjectNotFoundError:
         text = f"no object oss://{facts['key']}"
     elif kind is ObjectExistsError:
         text = f"oss://{facts['key']} exists already"
     elif kind is AccessDeniedError and facts["operation"] == "list" and error.code in ("AccessDenied", ""):
         text, hint = f"no permission to list oss://{facts['key']}", "grant oss:ListObjects to these credentials"
+    elif skew_s is not None and abs(skew_s) < _HELD_BACK_S:
+        # Ours is right: the request was on its way for so long. Signed anew, it has another date.
+        kind, hint, text = (
+            TransientBackendError,
+            "",
+            f"{what}: {SKEWED}: the request was held back on its way, this machine's clock is right",
+        )
+    elif skew_s is not None:
+        where = "behind" if skew_s > 0 else "ahead of"
+        text = f"{what}: {SKEWED}: this machine's clock is {abs(skew_s) / 60:.0f} minutes {where} the store's"
+        facts["skew_s"] = skew_s
     else:
         text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
+        if "signing region" in error.message:
+            hint = _ENDPOINT_HINT
     if kind is ThrottledError:
         facts["retry_after_s"] = retry_after_s(error.headers)
     # Support asks for the request id first.
     return kind(text, hint=hint, code=error.code, status=error.status, request_id=error.request_id, **facts)
+
+
+def _skew_s(error: Any, now_s: float | None) -> float | None:
+    """The store's clock less ours."""
+    try:
+        return None if now_s is None else parsedate_to_datetime(error.headers.get("date", "")).timestamp() - now_s
+    except (TypeError, ValueError):
+        return None

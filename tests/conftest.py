@@ -27,7 +27,9 @@ _NOWHERE = "http://127.0.0.1:9"
 _REMOVED = (
     *("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ENDPOINT_URL_S3"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "OSS_SESSION_TOKEN"),
+    *("OSS_CNAME", "OSS_INTERNAL", "OSS_SIGNATURE_VERSION"),
 )
+_REMOVED_PREFIXES = ("CKPTMGR_", "ALIBABA_CLOUD_")
 _with_faults: list[MotoServer | OssServer] = []
 
 
@@ -36,7 +38,7 @@ def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Dummy credentials, endpoints that lead nowhere, and a home of its own, for this process and its children."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name in _REMOVED or name.startswith("CKPTMGR_")]:
+        for name in [name for name in os.environ if name in _REMOVED or name.startswith(_REMOVED_PREFIXES)]:
             patch.delenv(name)
         values = {
             "AWS_ACCESS_KEY_ID": ADMIN.access_key,
@@ -51,6 +53,7 @@ def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "OSS_ACCESS_KEY_SECRET": ADMIN.secret_key,
             "OSS_ENDPOINT": _NOWHERE,
             "OSS_REGION": "cn-hangzhou",
+            "ALIBABA_CLOUD_ECS_METADATA_DISABLED": "true",
             "HOME": str(home),
             "XDG_CACHE_HOME": str(home / ".cache"),
             "XDG_CONFIG_HOME": str(home / ".config"),

@@ -133,6 +133,19 @@ class MotoCore:
             parts = upload.parts if upload is not None else {}
             return b"".join(parts[number].value for number in numbers if number in parts)
 
+    def parts(self, bucket: str, upload_id: str) -> dict[int, bytes]:
+        """What each part of an upload holds so far; empty when there is no such upload."""
+        with self._one_at_a_time:
+            upload = self._upload(bucket, upload_id)
+            return {number: part.value for number, part in upload.parts.items()} if upload else {}
+
+    def stored_bytes(self, bucket: str, key: str) -> bytes:
+        """The bytes of an object, whatever its storage class; b"" when there is none."""
+        with self._one_at_a_time:
+            model = self._bucket(bucket)
+            stored = model.keys.get(key) if model is not None else None
+            return bytes(stored.value) if stored is not None else b""
+
     def flip_bit(self, bucket: str, key: str, offset: int) -> None:
         """Change one bit of a stored object and nothing else: its ETag, its checksum and its date stay as they are.
 

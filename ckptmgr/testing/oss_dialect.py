@@ -2,7 +2,8 @@
 
 Emulated: signatures 1 and 4 (header and URL), STS tokens, `x-oss-*` headers and metadata, CRC-64, create-only writes
 (`x-oss-forbid-overwrite`, atomic among all writers, without effect on a versioned bucket as in the real OSS), append, symlinks
-(put and get, not followed), listings, multipart with parts from 100 KiB, versions, tagging, lifecycle, Content-MD5.
+(put and get, not followed), listings, multipart with parts from 100 KiB and a CRC for each, versions, tagging, lifecycle rules (kept, not
+carried out), encryption and storage classes (echoed; archived objects cannot be read), Content-MD5.
 Not emulated: signature version 2, RAM policies beyond `Identity`, virtual-host addressing, WORM, callbacks, regions.
 
 Source: https://www.alibabacloud.com/help/en/oss/developer-reference/putobject
@@ -15,37 +16,35 @@ import base64
 import hashlib
 import re
 import threading
+import time
 import uuid
 from dataclasses import replace
+from email.utils import formatdate
 
 import fastcrc
 
 from ckptmgr.testing import oss_signing, oss_xml
 from ckptmgr.testing.identities import DEFAULT_IDENTITIES, Identity
 from ckptmgr.testing.moto_core import MotoCore
+from ckptmgr.testing.oss_sessions import Sessions
+from ckptmgr.testing.oss_translation import (
+    CODE_OF_STATUS,
+    CODES,
+    MAX_KEYS,
+    TARGET,
+    TYPE,
+    body_in,
+    headers_in,
+    headers_out,
+    is_v1_list,
+    is_write,
+    query_in,
+    v1_list_as_v2,
+)
 from ckptmgr.testing.store_app import Reply, Request, StoreApp
 
 MIN_PART_SIZE_BYTES = 100 * 1024
-MAX_KEYS = 1000
 _XML = {"content-type": "application/xml"}
-_TYPE, _TARGET = "x-amz-meta-ckptmgr-oss-type", "x-amz-meta-ckptmgr-oss-target"
-_CODES = {"BadDigest": "InvalidDigest"}
-_CODE_OF_STATUS = {304: "NotModified", 403: "AccessDenied", 404: "NoSuchKey", 412: "PreconditionFailed"}
-_PASSED_IN = (
-    *("content-type", "range", "if-modified-since", "if-unmodified-since", "cache-control"),
-    *("content-disposition", "content-encoding"),
-)
-_PASSED_OUT = (
-    *("content-type", "etag", "last-modified", "content-range", "accept-ranges", "cache-control"),
-    *("content-disposition", "content-encoding"),
-)
-_TRANSLATED_IN = ("x-oss-copy-source", "x-oss-copy-source-range", "x-oss-tagging", "x-oss-metadata-directive")
-_AUTH_QUERY = ("OSSAccessKeyId", "Signature", "Expires", "security-token")
-# oss2 sends these without a value; S3 takes an empty token for a broken one.
-_OPTIONAL_QUERY = (
-    *("continuation-token", "marker", "start-after", "delimiter", "prefix", "key-marker", "upload-id-marker"),
-    *("fetch-owner", "objectMeta", "part-number-marker"),
-)
 
 
 def crc64(data: bytes) -> str:
@@ -61,6 +60,8 @@ class OssApp(StoreApp):
 
     Attributes:
         core: the store behind, without signatures, faults and log.
+        sessions: temporary keys of the identities, as STS gives them out.
+        clock_offset_s: how far this server's clock is ahead of the machine's.
     """
 
     def __init__(self, *, identities: tuple[Identity, ...] = DEFAULT_IDENTITIES) -> None:
@@ -68,9 +69,19 @@ class OssApp(StoreApp):
         self.core = MotoCore()
         self._identities = {identity.access_key: identity for identity in identities}
         self._secrets = {identity.access_key: identity.secret_key for identity in identities}
+        self.sessions = Sessions()
+        self.clock_offset_s = 0.0
         # One writer at a time: create-only is a look and a write, and nothing may come between the two.
         self._writes = threading.RLock()
         self._crcs: dict[tuple[str | None, ...], str] = {}
+        self._begun_s: dict[str, float] = {}
+        self._lifecycles: dict[str, bytes] = {}
+
+    def reset(self) -> None:
+        """As `StoreApp.reset`; the clock is right again, and all sessions have ended."""
+        super().reset()
+        self.sessions.clear()
+        self.clock_offset_s = 0.0
 
     def error(self, status: int, code: str, message: str, *, ec: str = "0000-00000000") -> Reply:
         """An OSS error answer; `ec` is its detailed code."""
@@ -87,7 +98,8 @@ class OssApp(StoreApp):
     def answer(self, request: Request) -> Reply:
         """Authenticate, translate, apply, translate back."""
         reply = self._refuse(request) or self._route(request)
-        headers = {"x-oss-request-id": _request_id(), **reply.headers}
+        date = formatdate(time.time() + self.clock_offset_s, usegmt=True)
+        headers = {"x-oss-request-id": _request_id(), "date": date, **reply.headers}
         if request.method != "HEAD":
             headers.pop("x-oss-err", None)
         return replace(reply, headers=headers)
@@ -95,16 +107,19 @@ class OssApp(StoreApp):
     # Who may come in
 
     def _refuse(self, request: Request) -> Reply | None:
-        who = oss_signing.check(request, self._secrets)
+        now_s = time.time() + self.clock_offset_s
+        who = oss_signing.check(request, self._secrets | self.sessions.secrets, now_s=now_s)
         if isinstance(who, oss_signing.Refusal):
             return self.error(who.status, who.code, who.message)
         query = request.query
         token = request.headers.get("x-oss-security-token")
-        token = token or query.get("security-token") or query.get("x-oss-security-token")
-        if self.live_tokens is not None and token not in self.live_tokens:
-            code = "SecurityTokenExpired" if token else "AccessDenied"
-            return self.error(403, code, "The security token you provided has expired.", ec="0002-00000069")
-        identity = self._identities[who]
+        token = token or query.get("security-token") or query.get("x-oss-security-token") or ""
+        refusal = self.sessions.refusal(who, token)
+        if refusal is None and self.live_tokens is not None and token not in self.live_tokens:
+            refusal = oss_signing.TOKEN_EXPIRED if token else oss_signing.ANONYMOUS
+        if refusal is not None:
+            return self.error(refusal.status, refusal.code, refusal.message, ec="0002-00000007")
+        identity = self.sessions.identity(who) or self._identities[who]
         listing = not request.key and request.method == "GET" and "bucketInfo" not in query and "location" not in query
         writing = request.method in ("PUT", "POST", "DELETE")
         if (listing and not identity.may_list) or (writing and not identity.may_write):
@@ -117,18 +132,22 @@ class OssApp(StoreApp):
     # Which call it is
 
     def _route(self, request: Request) -> Reply:
-        headers, query = _headers_in(request), _query_in(request.query)
+        headers, query = headers_in(request), query_in(request.query)
         if not request.bucket:
             return Reply(status=200, headers=_XML, body=oss_xml.list_buckets(self.core.list_buckets()))
         if not request.key and "bucketInfo" in query:
             return self._bucket_info(request.bucket)
+        if not request.key and "lifecycle" in query:
+            return self._lifecycle(request)
+        if not request.key and "uploads" in query:
+            return self._list_uploads(request)
         if request.method == "POST" and "delete" in query and request.body.count(b"<Object>") > MAX_KEYS:
             return self.error(400, "MalformedXML", "A batch deletes at most 1000 objects.", ec="0007-00000006")
         if request.key and "append" in query:
             return self._append(request, headers)
         if request.key and "symlink" in query:
             return self._symlink(request, headers)
-        if not _is_write(request.method, request.key, query):
+        if not is_write(request.method, request.key, query):
             return self._forward(request, query, headers)
         with self._writes:
             return self._exists(request) or self._forward(request, query, headers)
@@ -149,21 +168,26 @@ class OssApp(StoreApp):
 
     def _forward(self, request: Request, query: dict[str, str], headers: dict[str, str]) -> Reply:
         method, bucket, key = request.method, request.bucket, request.key
-        body = _body_in(request, query)
+        body = body_in(request, query)
         if method == "POST" and "uploadId" in query and (small := self._too_small(bucket, query["uploadId"], body)):
             return small
-        is_v1_list = method == "GET" and not key and _is_v1_list(query)
-        if is_v1_list:
-            query = _v1_list_as_v2(query)
+        is_v1 = method == "GET" and not key and is_v1_list(query)
+        if is_v1:
+            query = v1_list_as_v2(query)
         reply = self.core.call(method, bucket, key, query=query, headers=headers, body=body)
-        out = _headers_out(method, reply)
+        out = headers_out(method, reply)
         if reply.status >= 300:
             return self._error_from_s3(reply, out)
         if key:
             out |= self._facts(request, query, headers, reply)
         document = reply.body
+        if method == "POST" and "uploads" in query:
+            self._begun_s[oss_xml.upload_id(document)] = time.time() + self.clock_offset_s
+        if method == "GET" and "uploadId" in query:
+            crcs = {number: crc64(value) for number, value in self.core.parts(bucket, query["uploadId"]).items()}
+            document = oss_xml.with_crcs(document, crcs)
         if document[:200].lstrip().startswith(b"<") and (query or not key or "x-amz-copy-source" in headers):
-            document = oss_xml.from_s3(document, is_v1_list=is_v1_list)
+            document = oss_xml.from_s3(document, is_v1_list=is_v1)
             out |= _XML
         return Reply(status=reply.status, headers=out, body=document)
 
@@ -176,8 +200,8 @@ class OssApp(StoreApp):
 
     def _error_from_s3(self, reply: Reply, out: dict[str, str]) -> Reply:
         code, message = oss_xml.read_error(reply.body)
-        code = code or _CODE_OF_STATUS.get(reply.status, "InternalError")
-        error = self.error(reply.status, _CODES.get(code, code), message or code)
+        code = code or CODE_OF_STATUS.get(reply.status, "InternalError")
+        error = self.error(reply.status, CODES.get(code, code), message or code)
         kept = {name: value for name, value in out.items() if name.startswith("x-oss-") or name == "etag"}
         return replace(error, headers={**kept, **error.headers})
 
@@ -195,7 +219,7 @@ class OssApp(StoreApp):
             }
         if request.method in ("GET", "HEAD") and not set(query) - {"versionId"}:
             is_multipart = re.search(r"-\d+\"?$", reply.headers.get("etag", "")) is not None
-            kind = "Multipart" if is_multipart else reply.headers.get(_TYPE, "Normal")
+            kind = "Multipart" if is_multipart else reply.headers.get(TYPE, "Normal")
             storage = oss_xml.STORAGE_CLASSES.get(reply.headers.get("x-amz-storage-class", "STANDARD"), "Standard")
             return {
                 "x-oss-hash-crc64ecma": self._stored_crc(request, reply, query),
@@ -210,7 +234,10 @@ class OssApp(StoreApp):
         identity = (request.bucket, request.key, *facts)
         if identity not in self._crcs:
             version = {name: value for name, value in query.items() if name == "versionId"}
-            self._crcs[identity] = crc64(self.core.call("GET", request.bucket, request.key, query=version).body)
+            got = self.core.call("GET", request.bucket, request.key, query=version)
+            # An archived object is not handed out, not even to us.
+            body = got.body if got.status == 200 else self.core.stored_bytes(request.bucket, request.key)
+            self._crcs[identity] = crc64(body)
         return self._crcs[identity]
 
     def keep_crc(self, bucket: str, key: str) -> None:
@@ -224,7 +251,7 @@ class OssApp(StoreApp):
         with self._writes:
             current = self.core.call("GET", request.bucket, request.key)
             exists = current.status == 200
-            if exists and current.headers.get(_TYPE) != "Appendable":
+            if exists and current.headers.get(TYPE) != "Appendable":
                 return self.error(409, "ObjectNotAppendable", "The object is not appendable.")
             before = current.body if exists else b""
             if request.query.get("position") != str(len(before)):
@@ -233,7 +260,7 @@ class OssApp(StoreApp):
                 return replace(error, headers={**error.headers, **facts})
             whole = before + request.body
             reply = self.core.call(
-                "PUT", request.bucket, request.key, headers={**headers, _TYPE: "Appendable"}, body=whole
+                "PUT", request.bucket, request.key, headers={**headers, TYPE: "Appendable"}, body=whole
             )
         if reply.status != 200:
             return self._error_from_s3(reply, {})
@@ -247,7 +274,7 @@ class OssApp(StoreApp):
             with self._writes:
                 refused = self._exists(request)
                 reply = refused or self.core.call(
-                    "PUT", request.bucket, request.key, headers={**headers, _TARGET: target, _TYPE: "Symlink"}
+                    "PUT", request.bucket, request.key, headers={**headers, TARGET: target, TYPE: "Symlink"}
                 )
             if refused is not None:
                 return refused
@@ -257,94 +284,50 @@ class OssApp(StoreApp):
         head = self.core.call("HEAD", request.bucket, request.key)
         if head.status != 200:
             return self.error(404, "NoSuchKey", "The specified key does not exist.")
-        if _TARGET not in head.headers:
+        if TARGET not in head.headers:
             return self.error(400, "NotSymlinkObject", "The object is not symlink object")
         etag = head.headers.get("etag", "").upper()
-        return Reply(status=200, headers={"x-oss-symlink-target": head.headers[_TARGET], "etag": etag})
+        return Reply(status=200, headers={"x-oss-symlink-target": head.headers[TARGET], "etag": etag})
+
+    def _lifecycle(self, request: Request) -> Reply:
+        bucket = request.bucket
+        if self.core.call("HEAD", bucket).status != 200:
+            return self._no_bucket()
+        if request.method == "PUT":
+            self._lifecycles[bucket] = request.body
+            return Reply(status=200)
+        if request.method == "DELETE":
+            self._lifecycles.pop(bucket, None)
+            return Reply(status=204)
+        if bucket not in self._lifecycles:
+            return self.error(404, "NoSuchLifecycle", "No Row found in Lifecycle Table.", ec="0013-00000003")
+        return Reply(status=200, headers=_XML, body=self._lifecycles[bucket])
+
+    def _list_uploads(self, request: Request) -> Reply:
+        bucket, query = request.bucket, request.query
+        if self.core.call("HEAD", bucket).status != 200:
+            return self._no_bucket()
+        uploads = [
+            oss_xml.Upload(key=key, upload_id=upload_id, begun_s=self._begun_s.get(upload_id, 0.0))
+            for upload_id, key in self.core.uploads(bucket).items()
+            if key.startswith(query.get("prefix", ""))
+        ]
+        document = oss_xml.list_uploads(
+            uploads,
+            after=(query.get("key-marker", ""), query.get("upload-id-marker", "")),
+            limit=min(int(query.get("max-uploads") or MAX_KEYS), MAX_KEYS),
+            is_encoded=query.get("encoding-type") == "url",
+        )
+        return Reply(status=200, headers=_XML, body=document)
+
+    def _no_bucket(self) -> Reply:
+        return self.error(404, "NoSuchBucket", "The specified bucket does not exist.")
 
     def _bucket_info(self, bucket: str) -> Reply:
         if self.core.call("HEAD", bucket).status != 200:
-            return self.error(404, "NoSuchBucket", "The specified bucket does not exist.")
+            return self._no_bucket()
         return Reply(status=200, headers=_XML, body=oss_xml.bucket_info(bucket, versioning=self._versioning(bucket)))
 
 
 def _request_id() -> str:
     return uuid.uuid4().hex[:24].upper()
-
-
-def _is_write(method: str, key: str, query: dict[str, str]) -> bool:
-    """Whether the request changes what a key holds; parts of an upload do not."""
-    if not key:
-        return method == "POST" and "delete" in query
-    if method == "POST":
-        return "uploadId" in query
-    return method == "DELETE" or (method == "PUT" and not query)
-
-
-def _headers_in(request: Request) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for name, value in request.headers.items():
-        if name.startswith("x-oss-meta-"):
-            headers["x-amz-meta-" + name[11:]] = value
-        elif name == "x-oss-storage-class":
-            headers["x-amz-storage-class"] = oss_xml.S3_STORAGE_CLASSES.get(value, value)
-        elif name in _TRANSLATED_IN or name.startswith("x-oss-copy-source-if"):
-            headers["x-amz-" + name[6:]] = value
-        elif name in ("if-match", "if-none-match"):
-            # OSS has no conditional writes by ETag; its own way is x-oss-forbid-overwrite.
-            if request.method in ("GET", "HEAD"):
-                headers[name] = value.lower()
-        elif name in _PASSED_IN:
-            headers[name] = value
-    return headers
-
-
-def _query_in(query: dict[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in query.items()
-        if not name.lower().startswith("x-oss-") and name not in _AUTH_QUERY and (value or name not in _OPTIONAL_QUERY)
-    } | {name: str(min(int(query[name]), MAX_KEYS)) for name in ("max-keys",) if query.get(name, "").isdecimal()}
-
-
-def _is_v1_list(query: dict[str, str]) -> bool:
-    names = set(query)
-    if names & {"list-type", "uploads", "versions"}:
-        return False
-    return not names or bool(names & {"prefix", "delimiter", "marker", "max-keys"})
-
-
-def _v1_list_as_v2(query: dict[str, str]) -> dict[str, str]:
-    # moto's ListObjects (v1) does not count common prefixes and answers an opaque marker, so its v2 is used for both.
-    query = {**query, "list-type": "2", "fetch-owner": "true"}
-    marker = query.pop("marker", None)
-    if marker:
-        is_prefix = query.get("delimiter") and marker.endswith(query["delimiter"])
-        query["start-after"] = marker + (chr(0x10FFFF) if is_prefix else "")
-    return query
-
-
-def _body_in(request: Request, query: dict[str, str]) -> bytes:
-    if not request.key and request.method == "PUT" and not query:
-        # CreateBucketConfiguration of OSS names a storage class; S3 expects a region there.
-        return b""
-    if not query or not request.body[:200].lstrip().startswith(b"<"):
-        return request.body
-    body = oss_xml.without_namespace(request.body)
-    if "lifecycle" in query:
-        return oss_xml.lifecycle_to_s3(body)
-    return oss_xml.lower_etags(body) if request.method == "POST" and "uploadId" in query else body
-
-
-def _headers_out(method: str, reply: Reply) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for name, value in reply.headers.items():
-        if name.startswith("x-amz-meta-") and name not in (_TYPE, _TARGET):
-            headers["x-oss-meta-" + name[11:]] = value
-        elif name in ("x-amz-version-id", "x-amz-delete-marker") and value != "null":
-            headers["x-oss-" + name[6:]] = value
-        elif name in _PASSED_OUT or (name == "content-length" and method == "HEAD"):
-            headers[name] = value
-    if "etag" in headers:
-        headers["etag"] = headers["etag"].upper()
-    return headers

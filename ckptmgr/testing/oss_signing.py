@@ -42,7 +42,7 @@ class Refusal:
     message: str
 
 
-_ANONYMOUS = Refusal(status=403, code="AccessDenied", message="Anonymous access is forbidden for this operation.")
+ANONYMOUS = Refusal(status=403, code="AccessDenied", message="Anonymous access is forbidden for this operation.")
 _MISMATCH = Refusal(
     status=403,
     code="SignatureDoesNotMatch",
@@ -56,6 +56,8 @@ _SKEWED = Refusal(
     code="RequestTimeTooSkewed",
     message="The difference between the request time and the current time is too large.",
 )
+TOKEN_EXPIRED = Refusal(status=403, code="SecurityTokenExpired", message="The security token you provided has expired.")
+TOKEN_INVALID = Refusal(status=403, code="InvalidSecurityToken", message="The security token you provided is invalid.")
 _VERSION_2 = Refusal(status=400, code="InvalidArgument", message="This test server does not know signature version 2.")
 _EXPIRED = Refusal(status=403, code="AccessDenied", message="Request has expired.")
 
@@ -93,7 +95,7 @@ def check(request: Request, secrets: dict[str, str], *, now_s: float | None = No
     elif "Signature" in request.query:
         claim = _url_v1(request, now_s)
     else:
-        return _ANONYMOUS
+        return ANONYMOUS
     secret = secrets.get(claim.access_key)
     if secret is None:
         return _UNKNOWN_KEY

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 STORAGE_CLASSES = {"STANDARD": "Standard", "STANDARD_IA": "IA", "GLACIER": "Archive", "DEEP_ARCHIVE": "ColdArchive"}
@@ -23,7 +26,6 @@ _REQUIRED = {
         "Delimiter": "",
         "Prefix": "",
     },
-    "ListMultipartUploadsResult": {"IsTruncated": "false", "NextKeyMarker": "", "NextUploadIdMarker": ""},
     "ListPartsResult": {"IsTruncated": "false", "NextPartNumberMarker": "0"},
 }
 
@@ -69,19 +71,7 @@ def from_s3(document: bytes, *, is_v1_list: bool = False) -> bytes:
         names = [element.findtext("Key") or "" for element in root.findall("Contents")]
         names += [element.findtext("Prefix") or "" for element in root.findall("CommonPrefixes")]
         ET.SubElement(root, "NextMarker").text = max(names)
-    if root.tag == "LifecycleConfiguration":
-        _lifecycle_from_s3(root)
     return _DECLARATION.encode() + _bytes(root)
-
-
-def lifecycle_to_s3(document: bytes) -> bytes:
-    """A LifecycleConfiguration of OSS as S3 takes it."""
-    root = ET.fromstring(without_namespace(document))
-    for element in root.iter("AbortMultipartUpload"):
-        element.tag = "AbortIncompleteMultipartUpload"
-        for days in element.iter("Days"):
-            days.tag = "DaysAfterInitiation"
-    return _bytes(root)
 
 
 def lower_etags(document: bytes) -> bytes:
@@ -96,6 +86,55 @@ def list_buckets(names: Iterable[str]) -> bytes:
         f"{_DECLARATION}<ListAllMyBucketsResult><Owner><ID>1</ID><DisplayName>1</DisplayName></Owner>"
         f"<Buckets>{buckets}</Buckets></ListAllMyBucketsResult>"
     ).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A multipart upload under way."""
+
+    key: str
+    upload_id: str
+    begun_s: float
+
+
+def list_uploads(uploads: Iterable[Upload], *, after: tuple[str, str], limit: int, is_encoded: bool) -> bytes:
+    """The answer of ListMultipartUploads.
+
+    Args:
+        after: key and id of the last one on the page before; an empty id skips all uploads to that key.
+    """
+    encode = quote if is_encoded else escape
+    later = [
+        upload
+        for upload in sorted(uploads, key=lambda upload: (upload.key, upload.upload_id))
+        if ((upload.key, upload.upload_id) > after if after[1] else upload.key > after[0])
+    ]
+    page, last = later[:limit], later[limit - 1] if len(later) > limit else None
+    entries = "".join(
+        f"<Upload><Key>{encode(upload.key)}</Key><UploadId>{upload.upload_id}</UploadId>"
+        f"<StorageClass>Standard</StorageClass><Initiated>{_stamp(upload.begun_s)}</Initiated></Upload>"
+        for upload in page
+    )
+    return (
+        f"{_DECLARATION}<ListMultipartUploadsResult>{'<EncodingType>url</EncodingType>' if is_encoded else ''}"
+        f"<NextKeyMarker>{encode(last.key) if last else ''}</NextKeyMarker>"
+        f"<NextUploadIdMarker>{last.upload_id if last else ''}</NextUploadIdMarker>"
+        f"<IsTruncated>{'true' if last else 'false'}</IsTruncated>{entries}</ListMultipartUploadsResult>"
+    ).encode()
+
+
+def with_crcs(document: bytes, crcs: Mapping[int, str]) -> bytes:
+    """A ListParts answer with the CRC of each part, by its number."""
+    root = ET.fromstring(without_namespace(document))
+    root.tag = "ListPartsResult"
+    for part in root.iter("Part"):
+        ET.SubElement(part, "HashCrc64ecma").text = crcs[int(part.findtext("PartNumber") or 0)]
+    return _DECLARATION.encode() + _bytes(root)
+
+
+def upload_id(document: bytes) -> str:
+    """The id in an answer of InitiateMultipartUpload."""
+    return ET.fromstring(without_namespace(document)).findtext("UploadId") or ""
 
 
 def bucket_info(name: str, *, versioning: str = "") -> bytes:
@@ -119,15 +158,10 @@ def _bucket(name: str) -> str:
     )
 
 
+def _stamp(when_s: float) -> str:
+    return datetime.fromtimestamp(when_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
 def _default(parent: ET.Element, tag: str, value: str) -> None:
     if parent.find(tag) is None:
         ET.SubElement(parent, tag).text = value
-
-
-def _lifecycle_from_s3(root: ET.Element) -> None:
-    for element in root.iter("AbortIncompleteMultipartUpload"):
-        element.tag = "AbortMultipartUpload"
-        for days in element.iter("DaysAfterInitiation"):
-            days.tag = "Days"
-    for rule in root.findall("Rule"):
-        _default(rule, "Prefix", rule.findtext("Filter/Prefix") or "")

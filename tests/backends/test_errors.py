@@ -46,7 +46,6 @@ COMMON = [
     (403, "AccessDenied", AccessDeniedError),
     (403, "InvalidAccessKeyId", AccessDeniedError),
     (403, "SignatureDoesNotMatch", AccessDeniedError),
-    (403, "RequestTimeTooSkewed", PermanentBackendError),
     (403, "SomethingNew", AccessDeniedError),
     (404, "NoSuchBucket", BucketNotFoundError),
     (400, "SomethingNew", PermanentBackendError),
@@ -58,6 +57,7 @@ COMMON = [
     (501, "NotImplemented", PermanentBackendError),
 ]
 S3_ONLY = [
+    (403, "RequestTimeTooSkewed", PermanentBackendError),
     (400, "ExpiredToken", AccessDeniedError),
     (400, "RequestTimeout", BackendTimeoutError),
     (503, "SlowDown", ThrottledError),
@@ -67,6 +67,10 @@ S3_ONLY = [
     (403, "InvalidObjectState", PermanentBackendError),
 ]
 OSS_ONLY = [
+    # This machine's clock is right: it was the request that took too long.
+    (403, "RequestTimeTooSkewed", TransientBackendError),
+    (403, "InvalidObjectState", PermanentBackendError),
+    (403, "InvalidSecurityToken", AccessDeniedError),
     (403, "SecurityTokenExpired", AccessDeniedError),
     (403, "UserDisable", AccessDeniedError),
     (409, "FileImmutable", AccessDeniedError),
