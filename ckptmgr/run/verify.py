@@ -23,12 +23,12 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import check_stored, digest_problem, file_problem
 from ckptmgr.run.sidecar import read_sidecar
 
-# Read at a time; so many blocks are in memory, or under way, over all files together.
+# Large files are read in blocks; so many are in memory, or under way, over all files together.
 _BLOCK_BYTES = 8 << 20
 _BLOCKS = 8
-# Files read, and files asked about, at a time. A few reads keep a link busy; a question takes a round trip and hardly any bytes.
-_READ_AT_ONCE = 4
-_ASKED_AT_ONCE = 16
+# Files at a time that are asked about, or read in one request because they are small: each costs a round trip, and hardly any bytes.
+_AT_ONCE = 16
+_SMALL_BYTES = 1 << 20
 # Results may wait for an earlier one, so many: a run may have a million files.
 _AHEAD = 256
 
@@ -195,8 +195,7 @@ class _Checks:
         if self._run.fs.capabilities.is_local:
             yield from map(self._check, jobs)
             return
-        workers = _ASKED_AT_ONCE if self._depth.quick else _READ_AT_ONCE
-        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ckptmgr-verify")
+        pool = ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="ckptmgr-verify")
         pending: deque[Future[str | None]] = deque()
         wait = True
         try:
@@ -255,14 +254,20 @@ class _Checks:
         Later blocks are fetched meanwhile, as far as there is room; one at least, whatever other files have in memory.
         """
         path = self._run.path(key)
-        starts = deque(range(0, size, _BLOCK_BYTES))
         digester = Digester()
+        if size <= min(_SMALL_BYTES, _BLOCK_BYTES):
+            digester.update(self._run.fs.cat_file(path) if size else b"")
+            moved(size)
+            return digester.digests()
+        starts = deque(range(0, size, _BLOCK_BYTES))
         ahead: deque[Future[bytes]] = deque()
         try:
             while (starts or ahead) and not self._ended.is_set():
                 while starts and self._room.acquire(blocking=not ahead):
                     start = starts.popleft()
-                    ahead.append(self._blocks.submit(self._block, path, start, size))
+                    ahead.append(
+                        self._blocks.submit(self._run.fs.cat_file, path, start, min(start + _BLOCK_BYTES, size))
+                    )
                 block = ahead[0].result()
                 digester.update(block)
                 moved(len(block))
@@ -273,11 +278,6 @@ class _Checks:
                 future.cancel()
                 self._room.release()
         return digester.digests()
-
-    def _block(self, path: str, start: int, size: int) -> bytes:
-        if size <= _BLOCK_BYTES:
-            return self._run.fs.cat_file(path)  # in one request
-        return self._run.fs.cat_file(path, start, min(start + _BLOCK_BYTES, size))
 
 
 def _crc_problem(run: RunDirectory, key: str, entry: FileEntry) -> str | None:
