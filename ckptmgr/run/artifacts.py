@@ -88,7 +88,7 @@ class Pulled:
     """An artifact on local disk, every byte checked.
 
     Attributes:
-        path: the directory, or the file of an artifact that is one file.
+        path: the directory; an artifact that is one file lies in it under its own name.
         artifact: what it is.
         fetched: whether anything had to be fetched.
     """
@@ -275,4 +275,4 @@ def pull_artifact(
         replace=replace,
         progress=progress,
     )
-    return Pulled(path=done.path, artifact=artifact, fetched=done.source is not None)
+    return Pulled(path=done.directory, artifact=artifact, fetched=done.source is not None)
