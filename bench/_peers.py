@@ -73,12 +73,12 @@ class Peers:
 
     def listing(self, job: Job) -> list[str]:
         """What lists every key below `bucket/prefix/` with s5cmd."""
-        return [*self._s5cmd_base(job), "ls", f"s3://{job.bucket}/{job.prefix}/*"]
+        return [*self._s5cmd_base(job, "info"), "ls", f"s3://{job.bucket}/{job.prefix}/*"]
 
-    def _s5cmd_base(self, job: Job) -> list[str]:
+    def _s5cmd_base(self, job: Job, log: str = "error") -> list[str]:
         program = self.program("s5cmd")
         assert program is not None
-        return [program, "--log", "error", "--endpoint-url", job.endpoint]
+        return [program, "--log", log, "--endpoint-url", job.endpoint]
 
     def _s5cmd(self, job: Job) -> list[str]:
         remote = f"s3://{job.bucket}/{job.prefix}/"
