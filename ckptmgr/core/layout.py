@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ckptmgr.core.errors import ConfigError, ManifestError
 
@@ -40,8 +41,13 @@ OLD_LOG_FILE = "transfer.old.log"
 PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.
 PROBE_PREFIX = ".probe-"
+# Below a store or a run: what `ckptmgr doctor` writes and removes again; what a killed one leaves means nothing.
+DOCTOR_PREFIX = ".ckptmgr-doctor-"
 
-_STEM = re.compile(r"([0-9]{6,})-([0-9]{12,})-([0-9]{6,})-([0-9a-f]{8})")
+_STEM = re.compile(r"([0-9]{6,})-([0-9]{12,})-([0-9]{6,})-([0-9a-f]{8})").fullmatch
+_NONCE = re.compile("[0-9a-f]{8}").fullmatch
+# A stem none of whose numbers outgrew its padding: it can be written in no other way.
+_STEM_CHARS = 6 + 1 + 12 + 1 + 6 + 1 + 8
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*").fullmatch
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -59,7 +65,7 @@ class Stem:
     nonce: str
 
     def __post_init__(self) -> None:
-        if self.attempt < 1 or self.step < 0 or self.seq < 1 or not re.fullmatch("[0-9a-f]{8}", self.nonce):
+        if self.attempt < 1 or self.step < 0 or self.seq < 1 or not _NONCE(self.nonce):
             raise ConfigError(
                 f"not a stem: attempt {self.attempt}, step {self.step}, seq {self.seq}, nonce {self.nonce!r}"
             )
@@ -97,14 +103,18 @@ def parse_stem(text: str) -> Stem | None:
 
     Only the one way to write a stem counts: `0000001-…` would be read as attempt 1, and then looked for under another key.
     """
-    match = _STEM.fullmatch(text)
+    match = _STEM(text)
     if match is None:
         return None
     attempt, step, seq, nonce = match.groups()
     if int(attempt) < 1 or int(seq) < 1:
         return None
     stem = Stem(int(attempt), int(step), int(seq), nonce)
-    return stem if str(stem) == text else None
+    return stem if len(text) == _STEM_CHARS or str(stem) == text else None
+
+
+#: To sort stems by, in their own order at a fraction of the time.
+STEM_ORDER = attrgetter("attempt", "step", "seq", "nonce")
 
 
 def manifest_key(stem: Stem) -> str:
@@ -121,6 +131,11 @@ def data_key(stem: Stem, path: str) -> str:
 
 def upload_key(stem: Stem) -> str:
     return f"{UPLOADS}/{stem}.json"
+
+
+def is_doctors(name: str) -> bool:
+    """Whether a directory below a store is one of `ckptmgr doctor`'s."""
+    return re.fullmatch(re.escape(DOCTOR_PREFIX) + "[0-9a-f]{8}", name) is not None
 
 
 def attempt_key(number: int) -> str:

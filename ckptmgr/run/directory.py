@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
@@ -33,28 +33,13 @@ from ckptmgr.core.records import (
 )
 from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
 from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
+from ckptmgr.run.loose import LooseData, Names, loose_in, names_below, names_in
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 16
 _LOOKED_AT = 20
 _KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
-LooseState = Literal["uncommitted", "foreign", "bare"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LooseData:
-    """Something under the run that is not a checkpoint.
-
-    Attributes:
-        name: in the run directory, or in its `checkpoints`.
-        state: `uncommitted` data of an unfinished save, `foreign` files, or, on a local disk, a `bare` folder without any file.
-        stem: of what is named like a save of ours.
-    """
-
-    name: str
-    state: LooseState
-    stem: Stem | None = None
 
 
 @dataclass(slots=True)
@@ -184,7 +169,8 @@ class RunDirectory:
                 "%s has lost its %s; it is made again, as its manifests say: run %s", self.url, layout.RUN_FILE, uuid
             )
         below = next(
-            (name for name in self._names("")[:_LOOKED_AT] if self.read(f"{name}/{layout.RUN_FILE}") is not None), None
+            (name for name in names_below(self, "")[:_LOOKED_AT] if self.read(f"{name}/{layout.RUN_FILE}") is not None),
+            None,
         )
         if below is not None:
             raise ConflictError(
@@ -324,57 +310,18 @@ class RunDirectory:
         keys = [key for key in self.keys(layout.TAGS) if key.endswith(".json")]
         return tags_of(self, dict(zip(keys, self.map(self.read, keys), strict=True)))
 
-    def loose_data(self, known: Iterable[Stem]) -> list[LooseData]:
+    def names(self) -> Names:
+        """What lies in the run, by name."""
+        return names_in(self)
+
+    def loose_data(self, known: Iterable[Stem], names: Names | None = None) -> list[LooseData]:
         """What lies in the run without being a checkpoint: data without a manifest, and files that are not ours.
 
         Args:
             known: stems that have a manifest or a closing record.
+            names: what lies there, if that was asked for already.
         """
-        named = {str(stem) for stem in known}
-        result = []
-        for name in self._names(layout.CHECKPOINTS):
-            if name in named:
-                continue
-            stem = layout.parse_stem(name.removesuffix(layout.PARTIAL))
-            bare = self._is_bare_folder(f"{layout.CHECKPOINTS}/{name}")
-            state: LooseState = "bare" if bare else "foreign" if stem is None else "uncommitted"
-            result.append(LooseData(name=name, state=state, stem=stem))
-        ours = {
-            layout.RUN_FILE,
-            layout.ATTEMPTS,
-            layout.CHECKPOINTS,
-            layout.MANIFESTS,
-            layout.PARTS,
-            layout.TAGS,
-            layout.ARTIFACTS,
-            layout.UPLOADS,
-            layout.RESUMED,
-            layout.TRANSFER_FILE,
-            layout.METRICS_FILE,
-            layout.OLD_METRICS_FILE,
-            layout.LOG_FILE,
-            layout.OLD_LOG_FILE,
-        }
-        names = (name for name in self._names("") if name not in ours and not layout.is_doctors(name))
-        result.extend(LooseData(name=name, state="foreign") for name in names)
-        return result
-
-    def _is_bare_folder(self, key: str) -> bool:
-        """Whether a local disk has nothing there but folders."""
-        top = self.path(key)
-        if not self.fs.capabilities.is_local or not os.path.isdir(top):
-            return False
-        unreadable: list[OSError] = []
-        return not any(names for _, _, names in os.walk(top, onerror=unreadable.append)) and not unreadable
-
-    def _names(self, prefix: str) -> list[str]:
-        base = self.path(prefix) if prefix else self.root
-        try:
-            entries = self.fs.ls(base, detail=False)
-        except ObjectNotFoundError:
-            return []
-        names = [str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries if str(entry).rstrip("/") != base]
-        return [name for name in names if name and not name.startswith(".")]
+        return loose_in(self, known, names or names_in(self))
 
     # --- tags -------------------------------------------------------------------------------------------------------------
 
@@ -389,7 +336,7 @@ class RunDirectory:
         """Remove the tag `name`; already gone is success."""
         self.fs.rm_file(self.path(layout.tag_key(name)))
 
-    def map(self, function: Callable[[str], _T] | Callable[[Stem], _T], items: list) -> list[_T]:  # type: ignore[type-arg]
+    def map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """`function` over `items`, in order; on a remote store several at once, for each costs a round trip."""
         return side_by_side(self.fs, function, items)
 

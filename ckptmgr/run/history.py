@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core import layout
@@ -96,7 +95,7 @@ def stems_in(keys: Mapping[str, Any]) -> dict[Stem, str]:
         stem = layout.parse_stem(key[len(layout.MANIFESTS) + 1 : -len(".json")]) if key.endswith(".json") else None
         if stem is not None:
             found[stem] = key
-    return {stem: found[stem] for stem in sorted(found, key=attrgetter("attempt", "step", "seq", "nonce"))}
+    return {stem: found[stem] for stem in sorted(found, key=layout.STEM_ORDER)}
 
 
 def judged(run: RunDirectory, stem: Stem, data: bytes) -> Manifest | ClosingRecord | ManifestError:

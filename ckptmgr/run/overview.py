@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ckptmgr.core.errors import (
     BackendError,
@@ -14,7 +14,7 @@ from ckptmgr.core.errors import (
     TransientBackendError,
 )
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import STEM_ORDER, Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import notes
 from ckptmgr.run.directory import RunDirectory, side_by_side
@@ -89,19 +89,21 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     Raises:
         BackendError: could not look (I7).
     """
-    history = run.history()
+    looks: list[Callable[[], Any]] = [run.history, run.names]
+    history, names_there = run.map(lambda look: look(), looks)
     present = set(history.chain())
     seen = notes.noted(run.url, history.manifests)
     names: dict[Stem, list[str]] = {}
     for tag, stem in sorted(history.tags.items()):
         names.setdefault(stem, []).append(tag)
-    shown = [stem for stem in sorted({*history.manifests, *history.broken}) if all_lineages or stem in present]
+    there = sorted([*history.manifests, *history.broken], key=STEM_ORDER)
+    shown = [stem for stem in there if all_lineages or stem in present]
     damage = _damage(run, history, [stem for stem in shown if stem in history.manifests]) if check else {}
     rows = [
         _row(history, stem, "current" if stem in present else "abandoned", names, seen.get(stem), damage.get(stem, ""))
         for stem in shown
     ]
-    loose = run.loose_data([*history.manifests, *history.broken, *history.closed])
+    loose = run.loose_data([*there, *history.closed], names_there)
     rows.extend(
         Row(id=data.name, state=data.state, stem=data.stem)
         for data in sorted(loose, key=lambda data: (data.stem is None, data.name))
