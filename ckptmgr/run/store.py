@@ -87,5 +87,7 @@ def _means_something(fs: Backend, entry: dict[str, Any]) -> bool:
     """Whether an entry is more than what the creation of a run leaves when it is killed: a probe, an empty folder."""
     if entry["type"] == "file":
         return True
+    if layout.is_doctors(str(entry["name"]).rsplit("/", 1)[-1]):
+        return False
     names = (str(path).rsplit("/", 1)[-1] for path in fs.find(entry["name"]))
     return any(not name.startswith(layout.PROBE_PREFIX) for name in names)
