@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 # Of a table that is too wide, the reasons go first, then the epoch, then the metrics from the right; the first metric stays longer than the time.
 _METRIC_COLUMNS, _LEAVE_METRIC = 6, 18
+# eval_runtime, train_samples_per_second, total_flos, num_tokens, memory(GiB), train_speed(iter/s), elapsed_time, …
+_OF_THE_MACHINE = re.compile(
+    r"run_?time|per_sec|speed|throughput|flos|tokens|samples|(?:^|_)mem(?:ory)?(?:_|\b)|time$|^elapsed|^remaining|percentage|max_steps"
+)
 SELECTOR_HELP = "latest, a step, best:METRIC[:min|max], worst:METRIC[:min|max], tag:NAME or id:ID."
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The URL of the run.")]
@@ -106,11 +111,29 @@ def _emit_run(overview: RunOverview) -> None:
     show_table(table)
 
 
-def _metric_names(manifests: Iterable[Manifest]) -> list[str]:
-    """The metrics that get a column of their own: those that a policy watches first, then losses, and no more than a reader can compare."""
-    watched = {name for manifest in manifests for name in manifest.metric_modes}
-    names = {name for manifest in manifests for name in manifest.metrics}
-    return sorted(names, key=lambda name: (name not in watched, not name.endswith("loss"), name))[:_METRIC_COLUMNS]
+def _metric_names(manifests: Sequence[Manifest]) -> list[str]:
+    """The metrics that get a column of their own, no more than a reader can compare: those that something was saved for, or that a policy watches; then
+    losses, then the rest; what tells of the machine and not of the model (Hugging Face's Trainer adds five such) only where there is room."""
+    from ckptmgr.core.selectors import split_metric
+
+    names, watched = set[str](), set[str]()
+    for manifest in manifests:
+        names.update(manifest.metrics)
+        watched.update(manifest.metric_modes)
+    for reason in {reason for manifest in manifests for reason in manifest.reasons}:
+        kind, _, metric = reason.partition(":")
+        if kind in ("best", "worst"):
+            watched.add(split_metric(metric)[0])
+    order = sorted(
+        names,
+        key=lambda name: (
+            name not in watched,
+            _OF_THE_MACHINE.search(name.lower()) is not None,
+            not name.endswith("loss"),
+            name,
+        ),
+    )
+    return order[:_METRIC_COLUMNS]
 
 
 def _row_json(row: Row) -> dict[str, Any]:

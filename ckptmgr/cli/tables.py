@@ -55,23 +55,17 @@ class Table:
             width: cells to fit into, if leaving out and cutting columns can bring that about; None for no limit.
             styled: bold heads and dim rules, by ANSI sequences.
         """
-        shown = [at for at in range(len(self._columns)) if any(row[at] for row in self._rows)]
-        widths = _fit([self._columns[at] for at in shown], [max(map(_cells, self._column(at))) for at in shown], width)
-        layout = [(at, cells) for at, cells in zip(shown, widths, strict=True) if cells]
-        heads = [self._cell(self._columns[at].title, at, cells) for at, cells in layout]
-        head, rule = _GAP.join(heads).rstrip(), _GAP.join("─" * cells for _, cells in layout)
+        # Column by column: of a table of 10,000 rows, each is ASCII or not, and wide enough or not, as a whole.
+        filled = zip(self._columns, zip(*self._rows, strict=True), strict=True) if self._rows else ()
+        shown = [(column, [column.title, *cells]) for column, cells in filled if any(cells)]
+        widths = _fit([column for column, _ in shown], [_widest(cells) for _, cells in shown], width)
+        layout = [(column, cells, wide) for (column, cells), wide in zip(shown, widths, strict=True) if wide]
+        padded = [_padded(cells, wide, column.right) for column, cells, wide in layout]
+        head, *body = (_GAP.join(cells).rstrip() for cells in zip(*padded, strict=True)) if padded else ("",)
+        rule = _GAP.join("─" * wide for _, _, wide in layout)
         if styled:
             head, rule = f"{_BOLD}{head}{_PLAIN}", f"{_DIM}{rule}{_PLAIN}"
-        body = (_GAP.join(self._cell(row[at], at, cells) for at, cells in layout).rstrip() for row in self._rows)
         return [head, rule, *body]
-
-    def _column(self, at: int) -> list[str]:
-        return [self._columns[at].title, *(row[at] for row in self._rows)]
-
-    def _cell(self, text: str, at: int, cells: int) -> str:
-        text = _cut(text, cells)
-        padding = " " * (cells - _cells(text))
-        return padding + text if self._columns[at].right else text + padding
 
 
 def terminal_width() -> int | None:
@@ -82,8 +76,7 @@ def terminal_width() -> int | None:
 def show(table: Table) -> None:
     """Print `table` on stdout, as wide as the terminal allows."""
     styled = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    for line in table.lines(width=terminal_width(), styled=styled):
-        print(line)
+    print("\n".join(table.lines(width=terminal_width(), styled=styled)))
 
 
 def _fit(columns: Sequence[Column], natural: Sequence[int], width: int | None) -> list[int]:
@@ -109,6 +102,20 @@ def _fit(columns: Sequence[Column], natural: Sequence[int], width: int | None) -
         widest = max((at for at in range(len(widths)) if slack[at]), key=lambda at: widths[at])
         widths[widest], slack[widest], over = widths[widest] - 1, slack[widest] - 1, over - 1
     return widths
+
+
+def _widest(texts: Sequence[str]) -> int:
+    return max(map(len if "".join(texts).isascii() else _cells, texts))
+
+
+def _padded(texts: Sequence[str], cells: int, right: bool) -> list[str]:
+    """Each of `texts` in so many cells, cut where it needs more."""
+    if "".join(texts).isascii():
+        cut = [text if len(text) <= cells else f"{text[: cells - 1]}…" for text in texts]
+        return [text.rjust(cells) for text in cut] if right else [text.ljust(cells) for text in cut]
+    cut = [_cut(text, cells) for text in texts]
+    padding = [" " * (cells - _cells(text)) for text in cut]
+    return [pad + text if right else text + pad for text, pad in zip(cut, padding, strict=True)]
 
 
 def _cells(text: str) -> int:
