@@ -162,7 +162,7 @@ class OssCredentials:
 
     def _raise_failure_since(self, asked: float) -> None:
         """Those who waited for the thread that failed do not fail one after the other, each after the same time."""
-        if self._failure is not None and self._failure[0] >= asked:
+        if self._failure is not None and self._failure[0] > asked:
             raise copy.copy(self._failure[1])
 
     def _fetch(self) -> Keys:

@@ -165,7 +165,7 @@ class _StsRole:
             **more,
         }
         if signer is not None:
-            form |= _signature(form, signer)
+            form |= signature_of(form, signer)
         # In the body, not in the URL: URLs end in logs of proxies.
         status, text = _ask("POST", self._endpoint, self.name, form=form)
         answer = _json(text)
@@ -235,7 +235,7 @@ def _sts_endpoint(region: str, environ: Mapping[str, str]) -> str:
     return f"https://sts{'-vpc' if is_vpc else ''}.{region}.aliyuncs.com"
 
 
-def _signature(form: dict[str, str], signer: Keys) -> dict[str, str]:
+def signature_of(form: dict[str, str], signer: Keys, *, method: str = "POST") -> dict[str, str]:
     """What signs `form`, and says for whom."""
     who = {"AccessKeyId": signer.access_key_id, "SignatureMethod": "HMAC-SHA1", "SignatureVersion": "1.0"}
     if signer.token:
@@ -243,7 +243,7 @@ def _signature(form: dict[str, str], signer: Keys) -> dict[str, str]:
     query = "&".join(
         f"{quote(name, safe='~')}={quote(value, safe='~')}" for name, value in sorted({**form, **who}.items())
     )
-    to_sign = f"POST&%2F&{quote(query, safe='~')}"
+    to_sign = f"{method}&%2F&{quote(query, safe='~')}"
     value = hmac.new(f"{signer.secret}&".encode(), to_sign.encode(), hashlib.sha1).digest()
     return {**who, "Signature": base64.b64encode(value).decode()}
 

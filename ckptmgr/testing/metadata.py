@@ -1,4 +1,4 @@
-"""The metadata services of EC2 and Aliyun, on 127.0.0.1, as far as notices of preemption go.
+"""The metadata services of EC2 and Aliyun, on 127.0.0.1, as far as notices of preemption and the keys of Aliyun's RAM roles go.
 
     with MetadataServer() as server:
         server.announce_ec2(datetime.now(timezone.utc) + timedelta(seconds=120))
@@ -28,6 +28,7 @@ __all__ = ["MetadataServer", "Request"]
 
 EC2_PATH = "/latest/meta-data/spot/instance-action"
 ALIYUN_PATH = "/latest/meta-data/instance/spot/termination-time"
+ALIYUN_ROLES_PATH = "/latest/meta-data/ram/security-credentials/"
 TOKEN_PATH = "/latest/api/token"
 _TOKEN_HEADERS = ("X-aws-ec2-metadata-token", "X-aliyun-ecs-metadata-token")
 _LONGEST_TOKEN_S = 21600
@@ -83,6 +84,22 @@ class MetadataServer:
     def announce_aliyun(self, when: datetime) -> None:
         """The preemptible instance will be released at `when`, which has a time zone."""
         self.answer(ALIYUN_PATH, _stamp(when))
+
+    def attach_aliyun_role(
+        self, role: str, *, access_key: str, secret_key: str, token: str, expires: datetime, code: str = "Success"
+    ) -> None:
+        """The instance has this RAM role, and these are its keys of now; `expires` has a time zone."""
+        keys = {"AccessKeyId": access_key, "AccessKeySecret": secret_key, "SecurityToken": token}
+        times = {"Expiration": _stamp(expires), "LastUpdated": _stamp(datetime.now(timezone.utc))}
+        self.answer(ALIYUN_ROLES_PATH, role)
+        self.answer(ALIYUN_ROLES_PATH + role, json.dumps({**keys, **times, "Code": code}))
+
+    def detach_aliyun_role(self) -> None:
+        """The instance has no RAM role (any more)."""
+        with self._changed:
+            self._answers = {
+                path: text for path, text in self._answers.items() if not path.startswith(ALIYUN_ROLES_PATH)
+            }
 
     def answer(self, path: str, text: str) -> None:
         """Answer a path with any text, with a valid token; without this it is 404."""
@@ -151,7 +168,7 @@ class MetadataServer:
             token = secrets.token_urlsafe(24)
             self._tokens.add(token)
             return 200, token
-        expected = _TOKEN_HEADERS[path == ALIYUN_PATH]
+        expected = _TOKEN_HEADERS[path == ALIYUN_PATH or path.startswith(ALIYUN_ROLES_PATH)]
         if headers.get(expected) not in self._tokens:
             return 401, ""
         return (200, self._answers[path]) if path in self._answers else (404, "<h1>404 - Not Found</h1>")
