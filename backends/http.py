@@ -21,7 +21,7 @@ import weakref
 from typing import Protocol
 
 #: What is sent or received at a time, and the longest head of an answer.
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 # A firewall or a balancer forgets a silent connection without telling us; a new one costs a round trip, a forgotten one a stall.
 _IDLE_S = 20.0
 _MOST_IDLE = 64

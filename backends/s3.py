@@ -14,12 +14,12 @@ from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.http import Answer
 from ckptmgr.backends.objectrequests import STALL_S, Page, Stored
 from ckptmgr.backends.objectstore import ObjectStoreBackend, split
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.parts import Incoming, Part, Receipt
 from ckptmgr.backends.s3bucket import S3Buckets
-from ckptmgr.backends.s3client import Engine, S3Client
-from ckptmgr.backends.s3data import SignPayload
+from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3errors import classify, s3_errors
-from ckptmgr.core.errors import BackendError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
+from ckptmgr.core.errors import BackendError, ConfigError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
 
 _READ_BYTES = 1 << 20
 _NO_BATCH_DELETE = {"NotImplemented", "MissingContentMD5", "MethodNotAllowed"}
@@ -31,8 +31,6 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     Args:
         client_config: botocore `Config` options that go over ours.
         stall_s: a request is cut, and tried again, after so many seconds without a byte.
-        sign_payload: as `S3Client`'s.
-        engine: as `S3Client`'s.
         options: those of `ObjectStoreBackend`; S3 takes no part smaller than 5 MiB, except the last.
 
     Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
@@ -47,12 +45,11 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         *,
         client_config: dict[str, Any] | None = None,
         stall_s: float = STALL_S,
-        sign_payload: SignPayload = "auto",
-        engine: Engine = "auto",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._s3 = S3Client(client_config, stall_s=stall_s, sign_payload=sign_payload, engine=engine)
+        self._kept_as = _kept_as(self.store_options)
+        self._s3 = S3Client(client_config, stall_s=stall_s, options=self.store_options)
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -66,7 +63,7 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
 
     def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
         bucket, key = split(path)
-        arguments = {"Bucket": bucket, "Key": key, "Body": data, **_condition(mode)}
+        arguments = {"Bucket": bucket, "Key": key, "Body": data, **self._kept_as, **_condition(mode)}
         return _stored(self._s3.checked_request("put_object", path, _crc_header(crc), **arguments))
 
     def _head_once(self, path: str) -> Stored:
@@ -99,8 +96,8 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         """The body of an object, open."""
         bucket, key = split(path)
         arguments = {"Bucket": bucket, "Key": key}
-        if last is not None:
-            arguments["Range"] = f"bytes={first}-{last - 1}"
+        if first or last is not None:
+            arguments["Range"] = f"bytes={first}-{'' if last is None else last - 1}"
         # A weak ETag never matches.
         if etag is not None and not etag.startswith("W/"):
             arguments["IfMatch"] = f'"{etag}"'
@@ -146,13 +143,14 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
 
     def _copy(self, source: str, target: str) -> None:
         bucket, key = split(target)
-        arguments = {"Bucket": bucket, "Key": key, "CopySource": _source(source)}
+        arguments = {"Bucket": bucket, "Key": key, "CopySource": _source(source), **self._kept_as}
         self._s3.checked_request("copy_object", target, {"ChecksumAlgorithm": "CRC64NVME"}, **arguments)
 
     def _begin(self, path: str, mode: WriteMode) -> str:
         bucket, key = split(path)
         checksums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-        answer = self._s3.checked_request("create_multipart_upload", path, checksums, Bucket=bucket, Key=key)
+        arguments = {"Bucket": bucket, "Key": key, **self._kept_as}
+        answer = self._s3.checked_request("create_multipart_upload", path, checksums, **arguments)
         return str(answer["UploadId"])
 
     def _send_part(self, path: str, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt:
@@ -219,6 +217,19 @@ class _Incoming:
 
     def close(self) -> None:
         self._body.close()
+
+
+def _kept_as(options: StoreOptions) -> dict[str, str]:
+    """How new objects are encrypted and stored, where not as the bucket says."""
+    if options.sse == "SM4":
+        raise ConfigError("S3 has no encryption SM4", hint="set CKPTMGR_SSE to AES256 or aws:kms")
+    asked = {
+        # OSS's word, for one environment that serves both.
+        "ServerSideEncryption": "aws:kms" if options.sse == "KMS" else options.sse,
+        "SSEKMSKeyId": options.sse_key,
+        "StorageClass": options.storage_class,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _condition(mode: WriteMode) -> dict[str, str]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import ipaddress
 import logging
 import os
 import threading
 import time
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 import boto3
 import botocore.auth
@@ -22,7 +20,9 @@ from botocore.config import Config
 
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
-from ckptmgr.backends.s3data import DataCalls, ElsewhereError, SignPayload
+from ckptmgr.backends.options import StoreOptions
+from ckptmgr.backends.profiles import profile_of
+from ckptmgr.backends.s3data import DataCalls, ElsewhereError
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.core.errors import BackendError, ConfigError
 
@@ -35,8 +35,6 @@ _NO_CHECKSUMS = {
     "XAmzContentSHA256Mismatch",
 }
 
-
-Engine = Literal["auto", "boto3"]
 
 # A store refuses what is signed more than 15 minutes off. A smaller difference is not why it did.
 _SKEW_S = 60.0
@@ -123,12 +121,7 @@ class S3Client:
     Args:
         overrides: botocore `Config` options that go over ours.
         stall_s: seconds without a byte after which a request is cut.
-        sign_payload: whether bodies that have a CRC are signed too. `auto`: neither over TLS nor within this machine. The user's own
-            `payload_signing_enabled` goes over it.
-        engine: `boto3` makes all requests with boto3.
-
-    Attributes:
-        takes_crc: whether the store takes checksum headers; None until it was seen to do or to refuse it.
+        options: addressing, checksums, signing of bodies, and who makes the data calls. The user's own `payload_signing_enabled` goes over the third.
     """
 
     def __init__(
@@ -136,17 +129,21 @@ class S3Client:
         overrides: dict[str, Any] | None = None,
         *,
         stall_s: float = STALL_S,
-        sign_payload: SignPayload = "auto",
-        engine: Engine = "auto",
+        options: StoreOptions | None = None,
     ) -> None:
         # The time to connect is also that to get the first block of a request out on a new connection; botocore knows no other.
-        self._options = {"connect_timeout": min(CONNECT_S, stall_s), "read_timeout": stall_s, **(overrides or {})}
-        self._sign_payload = sign_payload
-        self._engine = engine
+        self._config = {"connect_timeout": min(CONNECT_S, stall_s), "read_timeout": stall_s, **(overrides or {})}
+        self._options = options or StoreOptions()
         self._clock = _Clock()
         self._by_pid: dict[int, _Opened] = {}
         self._lock = threading.Lock()
-        self.takes_crc: bool | None = None
+        self._takes_crc: bool | None = None
+
+    @property
+    def takes_crc(self) -> bool | None:
+        """Whether the store takes checksum headers; None until it was seen to do or to refuse it, where its profile does not say."""
+        self._open()
+        return self._takes_crc
 
     @property
     def endpoint(self) -> str:
@@ -182,11 +179,11 @@ class S3Client:
             if self.takes_crc or not _may_be_the_checksums(error):
                 raise
             answer = self.request(operation, path, **arguments)
-            self.takes_crc = False
+            self._takes_crc = False
             return answer
         if "ChecksumCRC64NVME" in checksums:
             # A value was accepted; a store may well ignore the other headers and still refuse that.
-            self.takes_crc = True
+            self._takes_crc = True
         return answer
 
     def _client(self) -> Any:
@@ -204,11 +201,15 @@ class S3Client:
         return opened
 
     def _make(self) -> _Opened:
-        client, credentials, ca_bundle = _make_client(self._options, self._clock)
+        made = _Made(self._config, self._options, self._clock)
+        if self._takes_crc is None:
+            self._takes_crc = {"none": False, "crc64nvme": True}.get(made.checksum)
         data = None
-        if self._engine == "auto":
-            data = DataCalls(client, credentials, ca_bundle=ca_bundle, sign_payload=self._sign_payload)
-        return _Opened(client, data, self._clock)
+        if self._options.engine == "auto":
+            data = DataCalls(
+                made.client, made.credentials, ca_bundle=made.ca_bundle, sign_payload=self._options.sign_payload
+            )
+        return _Opened(made.client, data, self._clock)
 
     def _forget(self, opened: _Opened) -> None:
         with self._lock, contextlib.suppress(KeyError):
@@ -223,46 +224,62 @@ def _may_be_the_checksums(error: BackendError) -> bool:
     return code in _NO_CHECKSUMS or (not code and status in (400, 403, 501))
 
 
-def _make_client(overrides: dict[str, Any], clock: _Clock) -> tuple[Any, Any, str | None]:
-    """boto3's client, its credentials, and the file of certificates that the user wants trusted."""
-    options: dict[str, Any] = {
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "max_pool_connections": 32,
-        "tcp_keepalive": True,
-        # Our own checksums go along as headers; botocore's would be trailers, which several stores refuse.
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "user_agent_extra": "ckptmgr",
-        **overrides,
-    }
-    try:
-        with s3_errors("open", "", "the configured endpoint"):
-            session = boto3.session.Session()
-            client = session.client("s3", config=Config(**options))
-            style = addressing_style(client.meta.endpoint_url)
-            if style is not None and "s3" not in overrides:
-                client = session.client("s3", config=Config(**options, s3={"addressing_style": style}))
-            credentials = session.get_credentials()
-            bundle = session._session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
-    _sign_no_payload_over_tls(client)
-    client.meta.events.register_first("choose-signer.s3", _choose_signer)
-    client.meta.events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: clock}))
-    client.meta.events.register("before-send.s3", _mark_as_sending)
-    client.meta.events.register_last("before-call.s3", _do_not_wait_for_leave)
-    return client, credentials, bundle
+class _Made:
+    """boto3's client with what it is made of.
+
+    Attributes:
+        credentials: renew themselves, or are None.
+        ca_bundle: a file of certificates that the user wants trusted.
+        checksum: what the store's profile says of them.
+    """
+
+    def __init__(self, overrides: dict[str, Any], options: StoreOptions, clock: _Clock) -> None:
+        config: dict[str, Any] = {
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "max_pool_connections": 32,
+            "tcp_keepalive": True,
+            # Our own checksums go along as headers; botocore's would be trailers, which several stores refuse.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "user_agent_extra": "ckptmgr",
+            **overrides,
+        }
+        try:
+            with s3_errors("open", "", "the configured endpoint"):
+                session = boto3.session.Session()
+                self.client = session.client("s3", config=Config(**config))
+                profile = profile_of("s3", self.client.meta.endpoint_url, options)
+                more: dict[str, Any] = {}
+                if profile.addressing != "auto" and "s3" not in overrides:
+                    config["s3"] = {"addressing_style": profile.addressing}
+                if profile.region and session.region_name is None and "region_name" not in overrides:
+                    more["region_name"] = profile.region
+                if more or ("s3" in config and "s3" not in overrides):
+                    self.client = session.client("s3", config=Config(**config), **more)
+                self.credentials = session.get_credentials()
+                bundle = session._session.get_config_variable("ca_bundle")
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
+        self.ca_bundle: str | None = bundle or os.environ.get("REQUESTS_CA_BUNDLE")
+        self.checksum = profile.checksum
+        _sign_no_payload_over_tls(self.client, options)
+        events = self.client.meta.events
+        events.register_first("choose-signer.s3", _choose_signer)
+        events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: clock}))
+        events.register("before-send.s3", _mark_as_sending)
+        events.register_last("before-call.s3", _do_not_wait_for_leave)
 
 
-def _sign_no_payload_over_tls(client: Any) -> None:
+def _sign_no_payload_over_tls(client: Any, options: StoreOptions) -> None:
     """Over TLS, and with a CRC of their own, bodies need no SHA-256 in the signature, which costs more than all other digests together.
 
     botocore leaves it out by itself only for checksums that it computes. `payload_signing_enabled` in the user's configuration goes over this.
     """
     config = client.meta.config
-    if client.meta.endpoint_url.startswith("https://") and "payload_signing_enabled" not in (config.s3 or {}):
+    is_wanted = options.sign_payload == "always" or not client.meta.endpoint_url.startswith("https://")
+    if not is_wanted and "payload_signing_enabled" not in (config.s3 or {}):
         config.s3 = {**(config.s3 or {}), "payload_signing_enabled": False}
 
 
@@ -281,16 +298,3 @@ def _mark_as_sending(request: Any, **kwargs: Any) -> None:
 def _do_not_wait_for_leave(params: dict[str, Any], **kwargs: Any) -> None:
     """botocore asks before it sends a file (Expect: 100-continue): a round trip per part, and a second where the answer is silence."""
     params.get("headers", {}).pop("Expect", None)
-
-
-def addressing_style(endpoint: str) -> str | None:
-    """How buckets are named at this endpoint; None leaves it to botocore and the user's own configuration."""
-    host = urlsplit(endpoint).hostname or ""
-    # OSS's S3 interface knows buckets only as host names.
-    if host.endswith(".aliyuncs.com"):
-        return "virtual"
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    return "path"

@@ -19,7 +19,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
 import botocore.awsrequest
@@ -29,9 +29,8 @@ import botocore.utils
 
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.http import Answer, BadAnswerError, HttpPool
+from ckptmgr.backends.options import SignPayload
 from ckptmgr.backends.sigv4 import EMPTY_SHA256, UNSIGNED, Keys, Signer, encode_path, encode_query
-
-SignPayload = Literal["auto", "always", "never"]
 
 # method, and the name of the operation in botocore's errors
 _OPERATIONS = {
@@ -370,13 +369,13 @@ def _check_range(answer: Answer, asked: str | None) -> None:
             raise BadAnswerError(f"answered {answer.status} to a request for a whole object")
         return
     given = answer.headers.get("content-range", "")
-    first, last = asked.removeprefix("bytes=").split("-")
+    first, _, last = asked.removeprefix("bytes=").partition("-")
     if answer.status == 206:
         unit, _, rest = given.partition(" ")
         # The end may be nearer than was asked for: the caller counts.
         is_right = unit.lower() == "bytes" and rest.startswith(f"{first}-")
     else:
-        is_right = first == "0" and answer.headers.get("content-length", "") == str(int(last) + 1)
+        is_right = first == "0" and last != "" and answer.headers.get("content-length", "") == str(int(last) + 1)
     if not is_right:
         raise BadAnswerError(f"answered {answer.status} {given!r} to a request for {asked}")
 

@@ -15,26 +15,11 @@ from botocore.awsrequest import AWSResponse
 
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.ossclient import Oss2Client
-from ckptmgr.backends.s3client import S3Client, addressing_style
+from ckptmgr.backends.s3client import S3Client
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.testing.memory_parts import crc64xz
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "style"),
-    [
-        ("http://127.0.0.1:9000", "path"),
-        ("http://[::1]:9000", "path"),
-        ("https://10.0.0.5", "path"),
-        ("https://s3.amazonaws.com", None),
-        ("https://minio.example.com:9000", None),
-        ("https://s3.oss-cn-hangzhou.aliyuncs.com", "virtual"),
-    ],
-)
-def test_addressing_style(endpoint: str, style: str | None) -> None:
-    """IP addresses have no subdomains, OSS's S3 interface has nothing else."""
-    assert addressing_style(endpoint) == style
 
 
 def _url(client: S3Client) -> str:
@@ -137,14 +122,14 @@ def test_bodies_are_signed_where_nothing_else_protects_them(
     sha256 = hashlib.sha256(b"x" * len(body)).hexdigest()
     for endpoint, expected in (("http://127.0.0.1:9", sha256), ("https://s3.example.com", "UNSIGNED-PAYLOAD")):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        client = S3Client(engine="boto3")
+        client = S3Client(options=StoreOptions(engine="boto3"))
         answered = Answered(client)
         client.request("put_object", "bkt/k", Body=body, **arguments)
         assert answered.signed_as() == expected
     config = tmp_path / "config"
     config.write_text("[default]\ns3 =\n    payload_signing_enabled = true\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    client = S3Client(engine="boto3")
+    client = S3Client(options=StoreOptions(engine="boto3"))
     answered = Answered(client)
     client.request("put_object", "bkt/k", Body=body, **arguments)
     assert answered.signed_as() == sha256
@@ -165,7 +150,7 @@ def test_a_body_is_read_in_large_blocks_and_sent_without_asking(
         return block
 
     monkeypatch.setattr(body, "read", counted)
-    client = S3Client(engine="boto3")
+    client = S3Client(options=StoreOptions(engine="boto3"))
     answered = Answered(client)
     for operation, more in (("put_object", {}), ("upload_part", {"UploadId": "u", "PartNumber": 1})):
         read(1000)
@@ -184,72 +169,3 @@ def test_a_child_process_gets_a_client_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert client._client() is ours
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert client._client() is not ours
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "region", "used", "signed_for"),
-    [
-        ("https://oss-cn-beijing.aliyuncs.com", None, "https://oss-cn-beijing.aliyuncs.com", "cn-beijing"),
-        ("oss-cn-beijing-internal.aliyuncs.com", None, "https://oss-cn-beijing-internal.aliyuncs.com", "cn-beijing"),
-        (None, "cn-shanghai", "https://oss-cn-shanghai.aliyuncs.com", "cn-shanghai"),
-        (None, "oss-cn-shanghai", "https://oss-cn-shanghai.aliyuncs.com", "cn-shanghai"),
-        ("http://data.example.com", "cn-hangzhou", "http://data.example.com", "cn-hangzhou"),
-    ],
-)
-def test_oss_endpoint_and_region(
-    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, region: str | None, used: str, signed_for: str
-) -> None:
-    """Either of endpoint and region is enough where one follows from the other; https is the default."""
-    for name, value in (("OSS_ENDPOINT", endpoint), ("OSS_REGION", region)):
-        if value is None:
-            monkeypatch.delenv(name)
-        else:
-            monkeypatch.setenv(name, value)
-    client = Oss2Client()
-    assert client.endpoint.url == used
-    assert client._bucket("bkt").region == signed_for
-
-
-def test_oss_needs_an_endpoint_and_v4_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing is named, with the variable to set; V1 signatures do without a region."""
-    monkeypatch.delenv("OSS_REGION")
-    monkeypatch.setenv("OSS_ENDPOINT", "https://data.example.com")
-    with pytest.raises(ConfigError, match="OSS_REGION"):
-        Oss2Client()
-    monkeypatch.setenv("OSS_SIGNATURE_VERSION", "v1")
-    assert Oss2Client()._bucket("bkt").region is None
-    monkeypatch.delenv("OSS_ENDPOINT")
-    with pytest.raises(ConfigError, match="OSS_ENDPOINT"):
-        Oss2Client()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "cname", "url"),
-    [
-        ("https://oss-cn-hangzhou.aliyuncs.com", "", "https://bkt.oss-cn-hangzhou.aliyuncs.com/k"),
-        ("https://data.example.com", "1", "https://data.example.com/k"),
-        ("http://127.0.0.1:9000", "", "http://127.0.0.1:9000/bkt/k"),
-    ],
-)
-def test_oss_urls(monkeypatch: pytest.MonkeyPatch, endpoint: str, cname: str, url: str) -> None:
-    """The bucket is a host name, nothing at all for a custom domain, or a path for an IP address."""
-    monkeypatch.setenv("OSS_ENDPOINT", endpoint)
-    monkeypatch.setenv("OSS_CNAME", cname)
-    assert Oss2Client()._bucket("bkt")._make_url("bkt", "k") == url
-
-
-def test_oss_works_with_v1_signatures(oss_server: object, bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older signature is accepted by the store, for endpoints without a region."""
-    from ckptmgr.backends.oss import OSSBackend
-    from ckptmgr.testing.servers import OssServer
-
-    assert isinstance(oss_server, OssServer)
-    for name, value in oss_server.env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("OSS_REGION")
-    monkeypatch.setenv("OSS_SIGNATURE_VERSION", "v1")
-    oss_server.create_bucket(bucket_name)
-    backend = OSSBackend()
-    backend.pipe_file(f"{bucket_name}/k", b"1", mode="create")
-    assert oss_server.raw_get(bucket_name, "k") == b"1"
-    assert backend.find(bucket_name) == [f"{bucket_name}/k"]
