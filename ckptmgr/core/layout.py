@@ -6,6 +6,7 @@
     <run>/manifests/<stem>.json          the commit (or, later, its closing record)
     <run>/tags/<tag>.json                users' names
     <run>/artifacts/<stem>/…             which artifacts were made from a checkpoint (`ckptmgr.core.artifacts`)
+    <run>/.gc/<stem>.json                uncommitted data that gc will remove, on stores where it takes two passes
     <run>/uploads/<stem>.json            local tier only: the upload journal of one save
     <run>/transfer.json, transfer.log, metrics.jsonl     local tier only: what the uploads are doing, and figures to plot
 
@@ -41,6 +42,8 @@ OLD_LOG_FILE = "transfer.old.log"
 PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.
 PROBE_PREFIX = ".probe-"
+# What a first pass of gc has seen, on a store that does not decide create-only writes.
+GC_MARKS = ".gc"
 # Below a store or a run: what `ckptmgr doctor` writes and removes again; what a killed one leaves means nothing.
 DOCTOR_PREFIX = ".ckptmgr-doctor-"
 
@@ -136,6 +139,10 @@ def upload_key(stem: Stem) -> str:
 def is_doctors(name: str) -> bool:
     """Whether a directory below a store is one of `ckptmgr doctor`'s."""
     return re.fullmatch(re.escape(DOCTOR_PREFIX) + "[0-9a-f]{8}", name) is not None
+
+
+def mark_key(stem: Stem) -> str:
+    return f"{GC_MARKS}/{stem}.json"
 
 
 def attempt_key(number: int) -> str:

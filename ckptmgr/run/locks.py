@@ -103,6 +103,16 @@ def is_held(run_uuid: str, stem: object, purpose: Purpose) -> bool:
     return is_locked(_lock_dir(run_uuid) / f"{stem}.{purpose}")
 
 
+def held_here(run_uuid: str, purpose: Purpose) -> list[str]:
+    """What somebody on this machine holds alone for this purpose, just now."""
+    found = []
+    for path in sorted(_lock_dir(run_uuid).glob(f"*.{purpose}")):
+        with contextlib.suppress(OSError):
+            if is_locked(path):
+                found.append(path.name.removesuffix(f".{purpose}"))
+    return found
+
+
 def is_locked(path: Path) -> bool:
     """Whether some process holds the lock file at `path` alone, just now. False if there is none.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -11,7 +10,7 @@ from datetime import datetime, timedelta
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import UPLOADS, Stem, manifest_key
+from ckptmgr.core.layout import Stem, manifest_key
 from ckptmgr.core.manifest import ClosingRecord
 from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan
 from ckptmgr.run import locks
@@ -57,10 +56,10 @@ def plan_prune(
 
 def refuse_tier(run: RunDirectory) -> None:
     """Raise ConfigError if `run` is a local tier: what its journal does not call uploaded may be the only copy there is (I6)."""
-    if run.fs.capabilities.is_local and os.path.isdir(run.path(UPLOADS)):
+    if run.fs.capabilities.is_local and LocalTier.is_at(run.root):
         raise ConfigError(
-            f"{run.root} is a local tier, the queue of uploads, and is not pruned like a store",
-            hint="prune the run in the store; training frees its tier itself (keep_local), of what was uploaded",
+            f"{run.root} is a local tier, the queue of uploads, and is not cleaned up like a store",
+            hint="give the run in the store; training frees its tier itself (keep_local), of what was uploaded",
         )
 
 
