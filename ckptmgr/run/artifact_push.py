@@ -24,9 +24,10 @@ from ckptmgr.core.artifacts import (
     encode_source,
 )
 from ckptmgr.core.errors import AccessDeniedError, CheckpointNotFoundError, ConfigError, ConflictError, ManifestError
+from ckptmgr.core.files import FileEntry, content_id
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
-from ckptmgr.core.manifest import FileEntry, Manifest, content_id
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Committed
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run import locks
@@ -39,7 +40,7 @@ from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.push import journal_root
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import claim_attempt
-from ckptmgr.run.tier import describe, next_seq, storable_files
+from ckptmgr.run.tier import describe, storable_files
 
 
 def push_artifact(
@@ -270,10 +271,14 @@ def _commit(
         None,
     )
     if entry is None:
-        number = _taken_back(journal, pushed, run, version) or _claim(run, history, version)
-        known = (*history.manifests, *history.broken, *history.closed)
-        stem = Stem(number, number, next_seq(known, number), new_nonce())
+        old = _taken_back(journal, pushed, run, version)
+        if old is not None:
+            stem = Stem(old.attempt, old.step, old.seq + 1, new_nonce())
+        else:
+            number = _claim(run, history, version)
+            stem = Stem(number, number, 1, new_nonce())
         entry = UploadEntry(stem=stem, remote=stem, target=run.url, source=str(pushed.place), content=pushed.content)
+        journal.write(entry)  # from here on the claim is not lost to a kill
     manifest = manifest.renamed(entry.stem)
     described(manifest)
     with locks.exclusive(run.uuid, entry.stem, "upload") as free:
@@ -301,8 +306,8 @@ def _end_interrupted(journal: Journal, pushed: _Pushed, run: RunDirectory) -> No
             journal.forget(entry.stem)
 
 
-def _taken_back(journal: Journal, pushed: _Pushed, run: RunDirectory, version: int | None) -> int | None:
-    """The version of an earlier push from the same place whose files have changed since: what it sent is removed, and its claim is still ours.
+def _taken_back(journal: Journal, pushed: _Pushed, run: RunDirectory, version: int | None) -> Stem | None:
+    """An earlier push from the same place whose files have changed since: what it sent is removed, and its version is still ours.
 
     Its name is closed first, as gc does, so that a manifest of it which is still on its way cannot commit. A store that does not decide
     create-only writes could let it: there the number is given up.
@@ -320,7 +325,7 @@ def _taken_back(journal: Journal, pushed: _Pushed, run: RunDirectory, version: i
             run.remove_empty_folders(entry.remote)
             journal.forget(entry.stem)
         if collected:
-            return number
+            return entry.remote
         if version is not None:
             raise _taken(run, number, "holds other files")
     return None

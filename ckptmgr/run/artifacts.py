@@ -18,11 +18,12 @@ from ckptmgr.core.artifacts import (
     choose,
     metadata_of,
     no_tag,
+    parse_version,
     source_of,
 )
 from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.selectors import Selector
 from ckptmgr.run.directory import RunDirectory
@@ -120,7 +121,7 @@ def split_reference(text: str | os.PathLike[str]) -> tuple[str, str | None]:
     """`STORE/NAME[@VERSION|@TAG|@latest]` as the URL of the artifact and the word behind the `@`; None without one.
 
     Raises:
-        ConfigError: as `artifact_url`, or there is nothing behind the `@`.
+        ConfigError: as `artifact_url`, or what is behind the `@` is nothing that a version can be called.
     """
     words = os.fspath(text).rstrip("/")
     start = words.find("://") + 3 if "://" in words else 0
@@ -130,6 +131,8 @@ def split_reference(text: str | os.PathLike[str]) -> tuple[str, str | None]:
     name, at, wanted = last.partition("@")
     if at and not wanted:
         raise ConfigError(f"{words!r} has nothing behind the '@'", hint=f"write {name}@v3, {name}@TAG or {name}@latest")
+    if at and parse_version(wanted) is None:
+        tag_key(wanted)
     return artifact_url(f"{store}{slash}{name}"), wanted or None
 
 
