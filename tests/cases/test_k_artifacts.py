@@ -14,6 +14,7 @@ from ckptmgr import artifacts, pull_artifact, push_artifact
 from ckptmgr.core.errors import AccessDeniedError, IntegrityError, ManifestError
 from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
 from ckptmgr.run import artifact_push
+from ckptmgr.run.tier import describe
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 
@@ -88,7 +89,7 @@ def test_k117_a_file_that_vanished_and_came_back(
     store = make_store("oss")
     url = f"{store.url}/model"
     directory = tree("final", {f"file-{n}": b"%d" % n for n in range(6)})
-    described = artifact_push.describe
+    described = describe
 
     def then_gone(path: Path) -> object:
         entries = described(path)
