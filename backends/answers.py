@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias
 
 from ckptmgr.core.errors import (
@@ -74,8 +77,12 @@ class AnswerTable:
 
 
 def retry_after_s(headers: Mapping[str, Any]) -> float | None:
-    """What the store asked for, in seconds; the form with a date is not used by any store we know."""
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except ValueError:
-        return None
+    """What the store, or a proxy before it, asked for, in seconds; None if it did not. A date is compared with the answer's own, not with our clock."""
+    asked = str(headers.get("retry-after", ""))
+    with contextlib.suppress(ValueError):
+        seconds = float(asked)
+        return max(0.0, seconds) if math.isfinite(seconds) else None
+    with contextlib.suppress(ValueError, TypeError):
+        until, now = (parsedate_to_datetime(text) for text in (asked, str(headers.get("date", ""))))
+        return max(0.0, (until - now).total_seconds())
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptmgr.backends.base import CrcKind, WriteMode, raise_failed
 from ckptmgr.backends.localfile import SourceFile, open_target
+from ckptmgr.backends.objectcopy import copy_parts
 from ckptmgr.backends.objectrequests import Stored
 from ckptmgr.backends.objectupload import ObjectUpload, ObjectUploads
 from ckptmgr.backends.options import StoreOptions
@@ -32,7 +33,10 @@ from ckptmgr.core.errors import (
 )
 
 DELETE_BATCH = 1000
-_MAX_SINGLE_COPY = 5 << 30
+# S3 copies up to 5 GiB in one request, OSS 1 GB; neither says anything until it is done, and that must be before the limit on silence.
+# Source: https://www.alibabacloud.com/help/en/oss/developer-reference/copyobject
+_MAX_SINGLE_COPY = 512 << 20
+_COPY_PART_BYTES = 128 << 20
 
 
 class ObjectStoreBackend(ObjectUploads):
@@ -112,17 +116,14 @@ class ObjectStoreBackend(ObjectUploads):
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         source, target = self._strip_protocol(path1), self._strip_protocol(path2)
-        size = self._head(source).size or 0
+        found = self._head(source)
+        size = found.size or 0
         if size <= self._max_single_copy:
-            self._copy(source, target)
+            with self._retrier.slot():
+                self._copy(source, target)
             return
-        upload_id = self._begin(target, "overwrite")
-        try:
-            receipts = [self._copy_part(target, upload_id, part, source) for part in plan_parts(size, self._part_bytes)]
-            self._complete(target, upload_id, receipts, None, "overwrite")
-        except BaseException:
-            self._abort(target, upload_id)
-            raise
+        plan = plan_parts(size, max(self._part_bytes, min(_COPY_PART_BYTES, self._max_single_copy)))
+        copy_parts(self, source, target, found, plan, retrier=self._retrier, workers=self._workers)
 
     def rm_file(self, path: str) -> None:
         try:
@@ -138,8 +139,39 @@ class ObjectStoreBackend(ObjectUploads):
         failed: dict[str, BackendError] = {}
         for bucket, keys in by_bucket.items():
             for first in range(0, len(keys), DELETE_BATCH):
-                failed.update(self._delete_batch(bucket, keys[first : first + DELETE_BATCH]))
+                failed.update(self._delete_keys(bucket, keys[first : first + DELETE_BATCH]))
         raise_failed(failed)
+
+    def _delete_keys(self, bucket: str, keys: list[str]) -> dict[str, BackendError]:
+        """Remove one batch; keys whose refusal may pass are tried again without the others. What could not be removed, by path.
+
+        Raises:
+            BackendError: the request as a whole failed for good; others would too.
+        """
+        failed: dict[str, BackendError] = {}
+        # What was refused by the last answer, and may pass.
+        passing: dict[str, BackendError] = {}
+        left = keys
+
+        def delete() -> None:
+            nonlocal left, passing
+            refused = self._delete_batch(bucket, left)
+            passing = {path: error for path, error in refused.items() if isinstance(error, TransientBackendError)}
+            failed.update({path: error for path, error in refused.items() if path not in passing})
+            left = [split(path)[1] for path in passing]
+            for error in passing.values():
+                raise error
+
+        try:
+            self._retrier(f"delete from {self.kind}://{bucket}", delete)
+        except TransientBackendError as error:
+            if not passing:
+                raise
+            for one in passing.values():
+                # Tried as often as is worth it: nobody need begin anew.
+                one.__dict__.setdefault("attempts", getattr(error, "attempts", 1))
+            failed.update(passing)
+        return failed
 
     # -- reads --------------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ def _from_answer(error: Any, what: str, facts: dict[str, Any], now_s: float | No
         text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
         if "signing region" in error.message:
             hint = _ENDPOINT_HINT
-    if kind is ThrottledError:
+    if issubclass(kind, TransientBackendError):
         facts["retry_after_s"] = retry_after_s(error.headers)
     # Support asks for the request id first.
     return kind(text, hint=hint, code=error.code, status=error.status, request_id=error.request_id, **facts)

@@ -176,6 +176,6 @@ def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any]) -> Bac
         )
     else:
         text = f"{what}: {code or status}{f': {message}' if message and message != code else ''}"
-    if kind is ThrottledError:
+    if issubclass(kind, TransientBackendError):
         facts["retry_after_s"] = retry_after_s(meta.get("HTTPHeaders", {}))
     return kind(text, hint=hint, code=code, status=status, **facts)
