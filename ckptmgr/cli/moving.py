@@ -161,7 +161,8 @@ class Bar:
 
     def started(self, manifest: Manifest, source: str) -> None:
         self._stack.close()
-        self._moved = self._stack.enter_context(progress(f"step {manifest.step}", manifest.size_bytes))
+        what = f"{'v' if manifest.kind == 'artifact' else 'step '}{manifest.step}"
+        self._moved = self._stack.enter_context(progress(what, manifest.size_bytes))
 
     def moved(self, moved: int) -> None:
         self._moved(moved)

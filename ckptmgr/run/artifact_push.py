@@ -80,6 +80,7 @@ def push_artifact(
     """
     where = artifact_url(url)
     pushed = _Pushed.of(Path(path))
+    pushed.refuse_target(where)
     names = tuple(dict.fromkeys(check_tag(tag) for tag in tags))
     if version is not None:
         check_version(version)
@@ -149,6 +150,13 @@ class _Pushed:
         except ManifestError as exc:
             raise ConfigError(f"no store is given a file with the name {place.name!r}", hint="rename it") from exc
         return cls(place, place.parent, place.name)
+
+    def refuse_target(self, url: str) -> None:
+        """Raise ConfigError if the artifact at `url` lies in what is pushed: each version would hold all earlier ones."""
+        scheme, _, path = url.partition("://")
+        inside, outside = Path(os.path.realpath(path)), Path(os.path.realpath(self.place))
+        if scheme == "file" and (inside == outside or outside in inside.parents):
+            raise ConfigError(f"{url} lies in {self.place}, which is to be pushed", hint="keep the store elsewhere")
 
     def read(self) -> None:
         """Read every byte.

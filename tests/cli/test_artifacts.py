@@ -252,6 +252,8 @@ def test_a_version_under_way_is_shown_as_such(make_store: MakeStore, cli_here: C
         (["pull", "{}/model@"], "nothing behind the '@'"),
         (["pull", "{}/model@v0"], "versions are whole numbers from 1"),
         (["pull", "{}/model@a b"], "not a tag"),
+        (["ls", "{}/model@v1"], "names one version"),
+        (["push", ".", "{}/model"], "lies in"),
         (["tag", "{}/model", "1", "2"], "is a version"),
         (["untag", "{}/model", "a b"], "not a tag"),
         (["show"], "STORE/NAME"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckptmgr.core.errors import (
     ConflictError,
     IntegrityError,
 )
+from ckptmgr.core.records import RunRecord, encode_run
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run import artifact_push
 from ckptmgr.run.artifacts import tag_artifact, untag_artifact
@@ -204,6 +206,35 @@ def test_a_version_that_somebody_else_is_pushing(make_store: MakeStore, tmp_path
         push_artifact(tmp_path / "mine", url, version=4)
     assert push_artifact(tmp_path / "mine", url).version == 5
     assert push_artifact(tmp_path / "theirs", url, version=4).version == 4
+
+
+def test_a_store_that_does_not_decide_create_only_writes(make_store: MakeStore, tree: Tree) -> None:
+    """Versions are claimed by bids there; files that changed after a failure take the next one, for the old commit might still arrive."""
+    store = make_store("oss")
+    url = f"{store.url}/model"
+    store.put("model/run.json", encode_run(RunRecord(uuid="5f0c", kind="artifact", create_only=False)))
+    assert [push_artifact(tree({"a": text}), url).version for text in (b"1", b"2", b"2")] == [1, 2, 2]
+    assert push_artifact(tree({"a": b"7"}), url, version=7).version == 7
+    with pytest.raises(ConflictError, match="holds other files"):
+        push_artifact(tree({"a": b"8"}), url, version=7)
+    with store.server.faults.injected(refuse("*/manifests/*")), pytest.raises(AccessDeniedError):
+        push_artifact(tree({"a": b"old"}), url)
+    assert push_artifact(tree({"a": b"new"}), url).version == 9
+
+
+@pytest.mark.parametrize("kind", ["local", "oss"])
+def test_many_at_once(make_store: MakeStore, kind: str, tmp_path: Path) -> None:
+    """As many versions as pushers, one after another, each with the files of one of them."""
+    url = f"{make_store(kind).url}/model"
+    names = [f"pusher-{number}" for number in range(5)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(name.encode())
+    with ThreadPoolExecutor(len(names)) as pool:
+        pushed = list(pool.map(lambda name: push_artifact(tmp_path / name, url), names))
+    assert sorted(artifact.version for artifact in pushed) == [1, 2, 3, 4, 5]
+    for name, artifact in zip(names, pushed, strict=True):
+        assert held(pull_artifact(artifact.reference, tmp_path / f"got-{name}").path) == {"data": name.encode()}
 
 
 # --- failures -------------------------------------------------------------------------------------------------------------------
