@@ -29,7 +29,7 @@ longer ago than half of gc's grace goes on under a new stem (`is_stale`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -281,7 +281,9 @@ class Unusable:
     removed: bool = False
 
 
-def fetch(stem: Stem, run_uuid: str, *, first: str = "") -> Generator[Operation, Any, Fetched | Unusable]:
+def fetch(
+    stem: Stem, run_uuid: str, *, first: str = "", only: Collection[str] | None = None
+) -> Generator[Operation, Any, Fetched | Unusable]:
     """Read one committed checkpoint: its manifest, then each file. Nothing of it may be used before this returns `Fetched` (I5).
 
     The opposite order of a commit: a file that is missing sends the reader back to the manifest, to tell a checkpoint that was pruned
@@ -289,6 +291,7 @@ def fetch(stem: Stem, run_uuid: str, *, first: str = "") -> Generator[Operation,
 
     Args:
         first: the path of a file to begin with: one that was damaged when it was last looked at.
+        only: the paths that are wanted; None for all. `Fetched` then says nothing of the others.
     """
     key = manifest_key(stem)
     try:
@@ -299,7 +302,11 @@ def fetch(stem: Stem, run_uuid: str, *, first: str = "") -> Generator[Operation,
         return manifest
     try:
         for is_first in (True, False):
-            wanted = [entry for entry in manifest.files if (entry.path == first) is is_first]
+            wanted = [
+                entry
+                for entry in manifest.files
+                if (entry.path == first) is is_first and (only is None or entry.path in only)
+            ]
             yield Together(tuple((entry.size, _fetch(stem, entry)) for entry in wanted))
     except _FileProblem as problem:
         found = yield Read(key)

@@ -178,7 +178,7 @@ def _restore(
     if manifest is None:
         return Unusable(stem, str(history.broken[stem]))
     with target.alone():
-        if target.holds(manifest, how):
+        if target.holds(Sidecar(manifest=manifest, how=how)):
             return manifest, None
         target.check(replace=replace)
         problems: list[Unusable] = []

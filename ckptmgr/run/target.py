@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ckptmgr.backends.atomic import fsync_dir, fsync_file, make_dirs_durable
 from ckptmgr.core.errors import (
@@ -51,8 +50,9 @@ class Target:
                 hint="give another --to; nothing was changed",
             )
 
-    def holds(self, manifest: Manifest, how: Literal["auto", "explicit"]) -> bool:
-        """Whether the directory holds exactly this checkpoint, by reading all of it; its sidecar is brought up to date then."""
+    def holds(self, sidecar: Sidecar) -> bool:
+        """Whether the directory holds exactly the files of this manifest, by reading all of it; its sidecar is brought up to date then."""
+        manifest = sidecar.manifest
         if self.directory.is_symlink() or not self.directory.is_dir():
             return False
         wanted = {entry.path for entry in manifest.files}
@@ -66,9 +66,8 @@ class Target:
             return False
         if any(file_problem(self.directory / entry.path, entry) for entry in manifest.files):
             return False
-        sidecar = Sidecar(manifest=manifest, how=how)
         try:
-            there = read_sidecar(self.directory)
+            there = read_sidecar(self.directory, parts=True)
         except (CheckpointNotFoundError, ManifestError):
             there = None
         if there != sidecar:

@@ -134,13 +134,15 @@ def noted_damage(run: RunDirectory, manifest: Manifest) -> list[Damage]:
 
 
 def verify_directory(directory: Path) -> tuple[Manifest, list[Damage]]:
-    """Check a directory that `resume` made against the manifest beside it: every file, and that there is no other.
+    """Check a directory that `resume` or `pull` made against the manifest beside it: every file that was brought there, and that there is no other.
+
+    Of a part of a checkpoint the manifest that is returned names only what is there.
 
     Raises:
         CheckpointNotFoundError: no manifest lies beside it.
         ManifestError: that one is damaged.
     """
-    manifest = read_sidecar(directory).manifest
+    manifest = read_sidecar(directory, parts=True).manifest
     root = directory.parent if directory.is_file() else directory
     found = [
         Damage(stem=manifest.stem, file=entry.path, why=why)
