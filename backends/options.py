@@ -70,6 +70,10 @@ class StoreOptions:
         _check(
             self.max_bytes_s is None or self.max_bytes_s > 0, f"max_bytes_s must be positive, not {self.max_bytes_s}"
         )
+        _check(
+            self.storage_class is None or self.storage_class.lower() not in _ARCHIVES,
+            f"storage_class must not be {self.storage_class}: what is in an archive cannot be resumed from",
+        )
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             _check(value in allowed or value is None, f"{name} must be one of {', '.join(allowed)}, not {value!r}")
@@ -121,6 +125,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "sse": get_args(Sse),
     "engine": get_args(Engine),
 }
+# Of S3 (GLACIER_IR can be read at once) and of OSS.
+_ARCHIVES = {"glacier", "deep_archive", "archive", "coldarchive", "deepcoldarchive"}
 _KMS = ("aws:kms", "aws:kms:dsse", "KMS")
 
 

@@ -49,12 +49,16 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     ) -> None:
         super().__init__(**options)
         self._kept_as = _kept_as(self.store_options)
+        # Records are small, and read often: they stay in the bucket's own class.
+        self._records_kept_as = {name: value for name, value in self._kept_as.items() if name != "StorageClass"}
         self._s3 = S3Client(client_config, stall_s=stall_s, options=self.store_options)
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return Capabilities(
-            create_only=True, etags=True, stored_crc=None if self._s3.takes_crc is False else "crc64nvme"
+            create_only=self._s3.profile.create_only != "no",
+            etags=True,
+            stored_crc=None if self._s3.takes_crc is False else "crc64nvme",
         )
 
     @property
@@ -63,8 +67,25 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
 
     def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
         bucket, key = split(path)
-        arguments = {"Bucket": bucket, "Key": key, "Body": data, **self._kept_as, **_condition(mode)}
+        kept_as = self._kept_as if isinstance(data, FileBody) else self._records_kept_as
+        arguments = {"Bucket": bucket, "Key": key, "Body": data, **kept_as, **self._condition(path, mode)}
         return _stored(self._s3.checked_request("put_object", path, _crc_header(crc), **arguments))
+
+    def _condition(self, path: str, mode: WriteMode) -> dict[str, str]:
+        """The header of a create-only write.
+
+        Raises:
+            ObjectExistsError: the store is said not to know such writes, and the object is there: a second writer may still come between.
+        """
+        if mode != "create":
+            return {}
+        if self._s3.profile.create_only != "no":
+            return {"IfNoneMatch": "*"}
+        try:
+            self._head(path)
+        except ObjectNotFoundError:
+            return {}
+        raise ObjectExistsError(f"s3://{path} exists already", backend="s3", operation="put_object", key=path)
 
     def _head_once(self, path: str) -> Stored:
         bucket, key = split(path)
@@ -190,7 +211,8 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
         bucket, key = split(path)
         checksums = {**_crc_header(crc), "ChecksumType": "FULL_OBJECT"} if crc else {}
         parts = {"Parts": [_part_record(receipt) for receipt in receipts]}
-        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "MultipartUpload": parts, **_condition(mode)}
+        arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "MultipartUpload": parts}
+        arguments |= self._condition(path, mode)
         return _stored(self._s3.checked_request("complete_multipart_upload", path, checksums, **arguments))
 
     def _abort(self, path: str, upload_id: str) -> None:
@@ -230,10 +252,6 @@ def _kept_as(options: StoreOptions) -> dict[str, str]:
         "StorageClass": options.storage_class,
     }
     return {name: value for name, value in asked.items() if value is not None}
-
-
-def _condition(mode: WriteMode) -> dict[str, str]:
-    return {"IfNoneMatch": "*"} if mode == "create" else {}
 
 
 def _crc_header(crc: str | None) -> dict[str, str]:

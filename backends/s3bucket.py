@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptmgr.backends.base import Backend, BucketFacts, Connection, PendingUpload
-from ckptmgr.backends.options import StoreOptions
-from ckptmgr.backends.profiles import profile_of
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.core.errors import (
     AccessDeniedError,
@@ -40,7 +38,6 @@ class S3Buckets(Backend):
     """The calls of `S3Backend` that concern a bucket."""
 
     _s3: S3Client
-    store_options: StoreOptions
 
     def list_uploads(self, path: str) -> list[PendingUpload]:
         """The unfinished uploads below `path`; some stores (MinIO) tell only of those to exactly one key, and none here."""
@@ -90,7 +87,7 @@ class S3Buckets(Backend):
 
     def connection(self) -> Connection:
         client = self._s3._client()
-        profile = profile_of("s3", client.meta.endpoint_url, self.store_options)
+        profile = self._s3.profile
         # Not `get_credentials` of a session: that would look for others than those in use.
         credentials = client._request_signer._credentials
         method = getattr(credentials, "method", None)

@@ -21,7 +21,7 @@ from botocore.config import Config
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
 from ckptmgr.backends.options import StoreOptions
-from ckptmgr.backends.profiles import profile_of
+from ckptmgr.backends.profiles import Profile, profile_of
 from ckptmgr.backends.s3data import DataCalls, ElsewhereError
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.core.errors import BackendError, ConfigError
@@ -88,8 +88,9 @@ botocore.auth.AUTH_TYPE_MAPS[_SIGNER] = _Signer
 class _Opened:
     """What one process has open."""
 
-    def __init__(self, client: Any, data: DataCalls | None, clock: _Clock) -> None:
+    def __init__(self, client: Any, profile: Profile, data: DataCalls | None, clock: _Clock) -> None:
         self.client = client
+        self.profile = profile
         self.endpoint = str(client.meta.endpoint_url)
         self._data = data
         self._clock = clock
@@ -144,6 +145,11 @@ class S3Client:
         """Whether the store takes checksum headers; None until it was seen to do or to refuse it, where its profile does not say."""
         self._open()
         return self._takes_crc
+
+    @property
+    def profile(self) -> Profile:
+        """What is known in advance of the store, and what the user says of it."""
+        return self._open().profile
 
     @property
     def endpoint(self) -> str:
@@ -203,13 +209,13 @@ class S3Client:
     def _make(self) -> _Opened:
         made = _Made(self._config, self._options, self._clock)
         if self._takes_crc is None:
-            self._takes_crc = {"none": False, "crc64nvme": True}.get(made.checksum)
+            self._takes_crc = {"none": False, "crc64nvme": True}.get(made.profile.checksum)
         data = None
         if self._options.engine == "auto":
             data = DataCalls(
                 made.client, made.credentials, ca_bundle=made.ca_bundle, sign_payload=self._options.sign_payload
             )
-        return _Opened(made.client, data, self._clock)
+        return _Opened(made.client, made.profile, data, self._clock)
 
     def _forget(self, opened: _Opened) -> None:
         with self._lock, contextlib.suppress(KeyError):
@@ -230,7 +236,7 @@ class _Made:
     Attributes:
         credentials: renew themselves, or are None.
         ca_bundle: a file of certificates that the user wants trusted.
-        checksum: what the store's profile says of them.
+        profile: of the store at its endpoint.
     """
 
     def __init__(self, overrides: dict[str, Any], options: StoreOptions, clock: _Clock) -> None:
@@ -248,12 +254,12 @@ class _Made:
             with s3_errors("open", "", "the configured endpoint"):
                 session = boto3.session.Session()
                 self.client = session.client("s3", config=Config(**config))
-                profile = profile_of("s3", self.client.meta.endpoint_url, options)
+                self.profile = profile_of("s3", self.client.meta.endpoint_url, options)
                 more: dict[str, Any] = {}
-                if profile.addressing != "auto" and "s3" not in overrides:
-                    config["s3"] = {"addressing_style": profile.addressing}
-                if profile.region and session.region_name is None and "region_name" not in overrides:
-                    more["region_name"] = profile.region
+                if self.profile.addressing != "auto" and "s3" not in overrides:
+                    config["s3"] = {"addressing_style": self.profile.addressing}
+                if self.profile.region and session.region_name is None and "region_name" not in overrides:
+                    more["region_name"] = self.profile.region
                 if more or ("s3" in config and "s3" not in overrides):
                     self.client = session.client("s3", config=Config(**config), **more)
                 self.credentials = session.get_credentials()
@@ -263,7 +269,6 @@ class _Made:
                 raise
             raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
         self.ca_bundle: str | None = bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-        self.checksum = profile.checksum
         _sign_no_payload_over_tls(self.client, options)
         events = self.client.meta.events
         events.register_first("choose-signer.s3", _choose_signer)
