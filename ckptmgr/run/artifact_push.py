@@ -7,6 +7,7 @@ at once get two of them, and nothing is ever overwritten. A push that ended befo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from ckptmgr.core.artifacts import (
     check_tag,
     check_version,
     encode_source,
+    metadata_of,
+    source_of,
 )
 from ckptmgr.core.errors import AccessDeniedError, CheckpointNotFoundError, ConfigError, ConflictError, ManifestError
 from ckptmgr.core.files import FileEntry, content_id
@@ -41,6 +44,8 @@ from ckptmgr.run.push import journal_root
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import claim_attempt
 from ckptmgr.run.tier import describe, storable_files
+
+logger = logging.getLogger(__name__)
 
 
 def push_artifact(
@@ -94,23 +99,24 @@ def push_artifact(
     run = there or RunDirectory.open_or_create(where, kind=KIND)
     journal = Journal(journal_root(run.url), makes_root=True)
     history = run.history()
+    draft = Manifest(
+        stem=Stem(1, 1, 1, new_nonce()),
+        run_uuid=run.uuid,
+        kind=KIND,
+        files=pushed.files,
+        created_at=utc_stamp(),
+        reasons=("push",),
+        metrics=checked,
+        producer={"framework": "artifact push", "host": host_name()},
+        extra=extra,
+    )
     found = _same(history, pushed.content, version, run)
     if found is None:
-        manifest = Manifest(
-            stem=Stem(1, 1, 1, new_nonce()),
-            run_uuid=run.uuid,
-            kind=KIND,
-            files=pushed.files,
-            created_at=utc_stamp(),
-            reasons=("push",),
-            metrics=checked,
-            producer={"framework": "artifact push", "host": host_name()},
-            extra=extra,
-        )
-        committed = _commit(manifest, pushed, run, history, journal, version, described, moved)
+        committed = _commit(draft, pushed, run, history, journal, version, described, moved)
     else:
-        _end_interrupted(journal, pushed, run)
         committed = found
+        _end_interrupted(journal, pushed, run)
+        _say_what_stays(run, found, draft)
     if origin is not None:
         link(origin, run, committed)
     for tag in names:
@@ -202,6 +208,21 @@ def _existing(url: str) -> RunDirectory | None:
             hint=f"name it beside the run, {store}/{url.rpartition('/')[2]}, and link it with --from {parent.url}",
         )
     return None
+
+
+def _say_what_stays(run: RunDirectory, found: Manifest, draft: Manifest) -> None:
+    """A version is what it was when it was committed: tell whoever says more, or something else, about the same bytes."""
+    said = {"the metrics": draft.metrics, "the metadata": metadata_of(draft), "the source": source_of(draft)}
+    kept = {"the metrics": found.metrics, "the metadata": metadata_of(found), "the source": source_of(found)}
+    # As text: NaN is not equal to itself.
+    lost = [what for what, value in said.items() if value and str(value) != str(kept[what])]
+    if lost:
+        logger.warning(
+            "v%d of %s holds the same bytes already, and what is recorded of it stays: not %s given now",
+            found.step,
+            run.url,
+            ", ".join(lost),
+        )
 
 
 # --- which version --------------------------------------------------------------------------------------------------------------
@@ -296,7 +317,9 @@ def _commit(
     journal.forget(entry.stem)
     if not isinstance(outcome, Committed):
         raise ConflictError(f"version {outcome.stem.step} was pruned while it was pushed", hint="push it again")
-    return manifest.renamed(outcome.stem)
+    # An earlier try may have committed it, with what was said of it then.
+    stored = run.manifest(outcome.stem) if entry.tries else None
+    return stored if isinstance(stored, Manifest) else manifest.renamed(outcome.stem)
 
 
 def _interrupted(journal: Journal, pushed: _Pushed, run: RunDirectory) -> Iterator[UploadEntry]:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal
 from ckptmgr.run.prune import prune
 from ckptmgr.run.push import journal_root
+from ckptmgr.run.replicate import replicate
 from ckptmgr.run.tier import describe
 from ckptmgr.run.verify import Depth, verify_run
 from ckptmgr.testing.faults import Fault
@@ -118,6 +120,21 @@ def test_the_same_bytes_are_the_latest_version(make_store: MakeStore, tree: Tree
     back = push_artifact(tree({"a": b"1"}), url)
     assert (back.version, back.existed) == (3, False)
     assert first.manifest.same_content(back.manifest)
+
+
+def test_what_is_recorded_of_a_version_stays(
+    make_store: MakeStore, tree: Tree, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other words about the same bytes are not kept, and that is told; the same words, or none, are nothing to tell."""
+    url = f"{make_store('local').url}/model"
+    words: dict[str, Any] = {"metrics": {"acc": float("nan")}, "metadata": {"dataset": "v2"}}
+    push_artifact(tree({"a": b"1"}), url, **words)
+    for repeated in (words, {}):
+        assert push_artifact(tree({"a": b"1"}), url, **repeated).existed
+    assert caplog.text == ""
+    again = push_artifact(tree({"a": b"1"}), url, metrics={"acc": 0.5}, metadata={"dataset": "v2"})
+    assert again.metadata == {"dataset": "v2"}
+    assert "what is recorded of it stays: not the metrics given now" in caplog.text
 
 
 def test_an_unchanged_file_is_copied_within_the_store(make_store: MakeStore, tree: Tree) -> None:
@@ -268,6 +285,29 @@ def test_a_lost_answer_to_the_commit_is_settled(make_store: MakeStore, tree: Tre
         pushed = push_artifact(tree({"a": b"1"}), url)
     assert fault.hits == 1
     assert [artifact.version for artifact in artifacts(url)] == [pushed.version] == [1]
+
+
+def test_a_commit_whose_answer_never_came(make_store: MakeStore, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the commit, and another version followed: the repeat finds its own, as it was committed."""
+    store = make_store("oss")
+    url = f"{store.url}/model"
+    directory = tree({"a": b"1"})
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact_push, "replicate", lambda *args, **options: _then_lost(*args, **options))
+        with pytest.raises(AccessDeniedError):
+            push_artifact(directory, url, metadata={"when": "first"})
+    (directory.parent / "other").write_bytes(b"2")
+    assert push_artifact(directory.parent / "other", url).version == 2
+    again = push_artifact(directory, url, metadata={"when": "again"})
+    assert (again.version, again.metadata, again.is_latest) == (1, {"when": "first"}, False)
+    assert list(Journal(journal_root(url)).entries()) == []
+
+
+def _then_lost(manifest: Any, source: Any, target: Any, journal: Journal, entry: Any, **options: Any) -> Any:
+    """Commits, and leaves the journal as a kill right after the commit would."""
+    replicate(manifest, source, target, journal, entry, **options)
+    journal.write(replace(entry, state="uploading", tries=1))
+    raise AccessDeniedError("the machine is gone")
 
 
 def test_files_that_changed_after_a_failure_take_the_version_that_was_claimed(
