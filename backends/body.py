@@ -97,6 +97,8 @@ class FileBody:
         """
         self._block_bytes = _CAREFUL_BYTES if careful else SEND_BYTES
         self._watching = False
+        # Of the last try: what is worth a further one, as a connection that trickled, is not to be blamed for that one's end.
+        self._failure = None
         self.rewind()
 
     def rewind(self) -> None:

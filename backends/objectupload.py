@@ -10,6 +10,7 @@ from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.localfile import SourceFile
 from ckptmgr.backends.objectrequests import DamagedInTransitError, ObjectRequests, Stored
 from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.partupload import UploadGoneError
 from ckptmgr.backends.retry import Retrier
 from ckptmgr.core.checksums import CrcFunction, Digests, crc_function
 from ckptmgr.core.errors import (
@@ -22,11 +23,20 @@ T = TypeVar("T")
 
 # The store has joined the parts, and the whole is not what was sent.
 _DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch"}
+# The store has dropped the parts; or another write of the key came between, and S3 wants all of them again.
+# Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+_GONE = {"NoSuchUpload", "ConditionalRequestConflict"}
 _BETWEEN = "was written to between being digested and being sent"
 
 
 class ObjectUploads(ObjectRequests):
     """What the two ways have in common: the checks around them. A path is `bucket/key`."""
+
+    _retrier: Retrier
+
+    @property
+    def concurrency(self) -> int:
+        return self._retrier.pace.concurrency
 
     def _put_whole(
         self, source: SourceFile, path: str, mode: WriteMode, progress: Callable[[int], object] | None
@@ -36,11 +46,12 @@ class ObjectUploads(ObjectRequests):
         for block in source.digest_blocks(0, source.size):
             seen = crc(block, seen)
         digests = source.finish()
-        body = FileBody(source, 0, source.size, crc=crc, told=progress)
+        body = FileBody(source, 0, source.size, crc=crc, told=progress, pace=self._retrier.pace)
         if not self._store_checks:
             body.watch()
         try:
-            answer = self._put(path, body if source.size else b"", self._crc_in(digests), mode)
+            with self._retrier.slot():
+                answer = self._put(path, body if source.size else b"", self._crc_in(digests), mode)
         except BackendError as error:
             body.check(error)
             raise
@@ -114,7 +125,7 @@ class ObjectUpload:
         crc = requests._crc_in(digests)
         tries = 0
 
-        def complete() -> Stored | None:
+        def complete() -> Stored | BackendError:
             nonlocal tries
             tries += 1
             try:
@@ -125,13 +136,18 @@ class ObjectUpload:
                 if tries > 1 and self.is_complete(digests):
                     return Stored(etag="")
                 # These parts will never amount to anything else: tried again, it is with new ones.
-                if getattr(error, "code", "") in _DAMAGED:
-                    return None
+                code = getattr(error, "code", "")
+                if code in _DAMAGED:
+                    return requests._damaged(path, crc, "another")
+                if code in _GONE:
+                    return UploadGoneError(
+                        f"the upload of {requests._url(path)} is void: {code}", hint="it begins anew"
+                    )
                 raise
 
         answer = self._retrier(f"complete {requests._url(path)}", complete)
-        if answer is None:
-            raise requests._damaged(path, crc, "another")
+        if isinstance(answer, BackendError):
+            raise answer
         requests._confirm(path, digests.size, crc, answer)
 
     def is_complete(self, digests: Digests) -> bool:

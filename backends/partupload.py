@@ -219,7 +219,14 @@ class _PartUpload:
                     continue
                 while len(self._pending) >= self._workers:
                     self._settle()
-                body = FileBody(self._source, part.offset, part.length, crc=self._sender.crc, cut=self._cut)
+                body = FileBody(
+                    self._source,
+                    part.offset,
+                    part.length,
+                    crc=self._sender.crc,
+                    cut=self._cut,
+                    pace=self._retry.pace,
+                )
                 self._pending[pool.submit(self._send, upload_id, part, body, digest)] = part, body
             while self._pending:
                 self._settle()
@@ -258,7 +265,7 @@ class _PartUpload:
                 body.check(error)
                 raise
 
-        receipt = self._retry(f"part {part.number} of {self._what}", send, ended=self._no_retries)
+        receipt = self._retry(f"part {part.number} of {self._what}", send, ended=self._no_retries, slot=True)
         if receipt is None:
             raise UploadGoneError(f"the store has forgotten the upload of {self._what}", hint="it begins anew")
         return receipt
