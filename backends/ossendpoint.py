@@ -95,7 +95,7 @@ def _checked(url: str) -> str:
         host, _ = parts.hostname, parts.port
     except ValueError:
         host = None
-    if not host or parts.scheme not in ("http", "https"):
+    if not re.fullmatch(r"[\w.-]+", host or "", re.ASCII) or parts.scheme not in ("http", "https"):
         # Not repeated: it may be anything, a secret pasted into the wrong variable too.
         raise ConfigError(
             "OSS_ENDPOINT is not an address",

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -47,6 +48,12 @@ moto_models.S3_UPLOAD_PART_MIN_SIZE = 0  # type: ignore[attr-defined]
 
 class QuietRequestHandler(MotoRequestHandler):  # type: ignore[misc,unused-ignore]
     """Serves a test store without a line on stderr per request."""
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        """The `Date` of an answer, by the clock of the application."""
+        ahead_s = getattr(self.server.app, "clock_offset_s", 0.0)
+        now_s = time.time() + ahead_s if timestamp is None else timestamp
+        return super().date_time_string(now_s)  # type: ignore[no-any-return,unused-ignore]
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Say nothing."""

@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from dataclasses import replace
-from email.utils import formatdate
 
 import fastcrc
 
@@ -98,8 +97,7 @@ class OssApp(StoreApp):
     def answer(self, request: Request) -> Reply:
         """Authenticate, translate, apply, translate back."""
         reply = self._refuse(request) or self._route(request)
-        date = formatdate(time.time() + self.clock_offset_s, usegmt=True)
-        headers = {"x-oss-request-id": _request_id(), "date": date, **reply.headers}
+        headers = {"x-oss-request-id": _request_id(), **reply.headers}
         if request.method != "HEAD":
             headers.pop("x-oss-err", None)
         return replace(reply, headers=headers)
