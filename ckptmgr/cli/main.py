@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from ckptmgr.cli import artifacts, collecting, doctor, draining, looking, moving, pruning, status, story, verifying
+from ckptmgr.cli import (
+    artifacts,
+    collecting,
+    doctor,
+    draining,
+    looking,
+    moving,
+    pruning,
+    pulling,
+    status,
+    story,
+    verifying,
+)
 from ckptmgr.cli.command import Group, InterruptedCommand, OutputClosed
 from ckptmgr.cli.output import fail
 
@@ -40,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (story, looking, verifying, moving, draining, status, pruning, collecting, artifacts, doctor):
+for family in (story, looking, verifying, moving, pulling, draining, status, pruning, collecting, artifacts, doctor):
     family.register(app)
 
 

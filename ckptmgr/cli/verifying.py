@@ -38,7 +38,10 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     url: Annotated[
-        str, typer.Argument(metavar="RUN|DIR", help="A run, or a directory made by `ckptmgr resume`, or its one file.")
+        str,
+        typer.Argument(
+            metavar="RUN|DIR", help="A run, or a directory made by `ckptmgr resume` or `pull`, or its one file."
+        ),
     ],
     selector: Annotated[
         str | None, typer.Argument(metavar="SELECTOR", help=f"Only this one: {SELECTOR_HELP} Default: all of RUN.")
@@ -58,6 +61,7 @@ def verify(
     from ckptmgr.core.layout import RUN_FILE
     from ckptmgr.core.selectors import parse_selector
     from ckptmgr.run.directory import RunDirectory
+    from ckptmgr.run.sidecar import read_sidecar
     from ckptmgr.run.verify import Depth, verify_directory, verify_run
 
     if quick and sample is not None:
@@ -72,7 +76,8 @@ def verify(
                 hint="leave the selector, --quick and --sample out",
             )
         manifest, damage = verify_directory(local)
-        _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id})")
+        part = ", a part of it" if read_sidecar(local, parts=True).is_part else ""
+        _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id}{part})")
         return
     chosen = None if selector is None else parse_selector(selector)
     run = RunDirectory.open(url)
