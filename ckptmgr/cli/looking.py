@@ -64,7 +64,8 @@ def ls(
         return
     overview = run_overview(run, all_lineages=all_lineages, check=check)
     if as_json:
-        emit_json({"run": run.url, "checkpoints": [_row_json(row) for row in overview.rows]})
+        # What a manifest holds is finite, but for the metrics, which are encoded.
+        emit_json({"run": run.url, "checkpoints": [_row_json(row) for row in overview.rows]}, is_finite=True)
     else:
         _emit_run(overview)
     for row in overview.rows:
