@@ -46,7 +46,7 @@ class Table:
         """Append a row, one cell per column."""
         if len(cells) != len(self._columns):
             raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
-        self._rows.append(tuple(one_line(cell) for cell in cells))
+        self._rows.append(cells)
 
     def lines(self, *, width: int | None = None, styled: bool = False) -> list[str]:
         """The table's lines.
@@ -55,8 +55,8 @@ class Table:
             width: cells to fit into, if leaving out and cutting columns can bring that about; None for no limit.
             styled: bold heads and dim rules, by ANSI sequences.
         """
-        # Column by column: of a table of 10,000 rows, each is ASCII or not, and wide enough or not, as a whole.
-        filled = zip(self._columns, zip(*self._rows, strict=True), strict=True) if self._rows else ()
+        # Column by column: of a table of 10,000 rows, each is printable and ASCII or not as a whole.
+        filled = zip(self._columns, map(_lines, zip(*self._rows, strict=True)), strict=True) if self._rows else ()
         shown = [(column, [column.title, *cells]) for column, cells in filled if any(cells)]
         widths = _fit([column for column, _ in shown], [_widest(cells) for _, cells in shown], width)
         layout = [(column, cells, wide) for (column, cells), wide in zip(shown, widths, strict=True) if wide]
@@ -102,6 +102,12 @@ def _fit(columns: Sequence[Column], natural: Sequence[int], width: int | None) -
         widest = max((at for at in range(len(widths)) if slack[at]), key=lambda at: widths[at])
         widths[widest], slack[widest], over = widths[widest] - 1, slack[widest] - 1, over - 1
     return widths
+
+
+def _lines(texts: Sequence[str]) -> list[str]:
+    """Each of `texts` on one line, and nothing in it that drives a terminal."""
+    stripped = [text.strip() for text in texts]
+    return stripped if "".join(stripped).isprintable() else [one_line(text) for text in stripped]
 
 
 def _widest(texts: Sequence[str]) -> int:
