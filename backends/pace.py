@@ -91,6 +91,7 @@ class Pace:
         self._limit = self.concurrency
         self._used = self._most_used = self._successes = self._refusals = 0
         self._slowed_at: float | None = None
+        self._was_known = False
         self._moved = 0
         self._free_at = self._clock()
 
@@ -175,12 +176,14 @@ class Pace:
             now = self._clock()
             self._successes = 0
             self._refusals += 1
-            if self._slowed_at is not None and now - self._slowed_at < _HALVE_AFTER_S:
-                return
-            self._slowed_at = now
-            # Where a limit of 16 left 4 under way, 8 would change nothing.
-            under_way = min(self._limit, self._most_used) if self._most_used > 1 else self._limit
-            self._limit, self._most_used = max(1, under_way // 2), self._used
+            is_new = self._slowed_at is None or now - self._slowed_at >= _HALVE_AFTER_S
+            # Where a limit of 16 left 4 under way, 8 would change nothing. The first refusal may come when only one was.
+            is_known = self._most_used > 1
+            if is_new:
+                self._slowed_at = now
+            if is_new or (is_known and not self._was_known):
+                under_way = min(self._limit, self._most_used) if is_known else self._limit
+                self._limit, self._most_used, self._was_known = max(1, under_way // 2), self._used, is_known
 
     def moved(self, count: int, *ends: threading.Event) -> None:
         """Account for `count` bytes that were, or are about to be, sent or received; sleeps so that the cap holds.

@@ -205,6 +205,23 @@ def test_half_of_what_was_under_way() -> None:
     crowd.end()
 
 
+def test_the_first_to_be_refused_may_be_alone() -> None:
+    """8 are guessed when one of 16 was under way; the next refusal, in the same burst, finds four: 2."""
+    clock = Clock()
+    pace = clock.pace(16)
+    with pace.slot():
+        pace.slowed()
+    assert pace.limit == 8
+    crowd = Crowd(pace)
+    for number in range(4):
+        crowd.add()
+        crowd.wait_for(number + 1)
+    pace.slowed()
+    pace.slowed()
+    assert pace.limit == 2
+    crowd.end()
+
+
 def test_it_is_trusted_again_step_by_step() -> None:
     """One more for each round of successes, up to what was configured; failures are no successes."""
     clock = Clock()
