@@ -147,7 +147,7 @@ def collect_leftovers(fs: Backend, root: str, *, grace_s: float = GC_GRACE_S, re
 
     Its age is by this machine's clock: nothing depends on it.
     """
-    found = [litter for litter in leftovers(fs, root, wall_s()) if (litter.age_s or 0.0) >= grace_s]
+    found = [one for one in leftovers(fs, root, wall_s()) if one.age_s is not None and one.age_s >= grace_s]
     for litter in found if remove else ():
         fs.rm(litter.path, recursive=True)
     return found

@@ -108,6 +108,8 @@ def leftovers(fs: Backend, root: str, now_s: float) -> list[Litter]:
         if layout.is_doctors(name):
             records = fs.find(path, detail=True)
             assert isinstance(records, dict)
+            if not records and not fs.capabilities.is_local:
+                continue  # some stores list a prefix when its keys are gone
             size = sum(record["size"] for record in records.values())
             since = _newest(fs, records) if records else _folder_s(fs, path)
             found.append(Litter(kind="probe", id=name, age_s=_age(now_s, since), size_bytes=size, path=path))
