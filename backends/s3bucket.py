@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptmgr.backends.base import Backend, BucketFacts, Connection, PendingUpload
 from ckptmgr.backends.s3client import S3Client
+from ckptmgr.backends.s3errors import s3_errors
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -90,6 +91,10 @@ class S3Buckets(Backend):
         profile = self._s3.profile
         # Not `get_credentials` of a session: that would look for others than those in use.
         credentials = client._request_signer._credentials
+        if credentials is not None:
+            # Some are fetched only when they are needed, and know no end before.
+            with s3_errors("sign", "", client.meta.endpoint_url):
+                credentials.get_frozen_credentials()
         method = getattr(credentials, "method", None)
         expires = getattr(credentials, "_expiry_time", None)
         return Connection(

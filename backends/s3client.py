@@ -65,9 +65,9 @@ class _Clock:
         self.offset_s = offset_s
         if not self._is_corrected:
             self._is_corrected = True
-            log.warning(
-                "this machine's clock is %.0f s off the store's; requests are signed with the store's", -offset_s
-            )
+            side = "behind" if offset_s > 0 else "ahead of"
+            text = "this machine's clock is %.0f s %s the store's; requests are signed with the store's time"
+            log.warning(text, abs(offset_s), side)
         return True
 
 
@@ -171,6 +171,9 @@ class S3Client:
                     self._forget(opened)
                 elif not self._clock.is_corrected_by(error):
                     raise
+            except botocore.exceptions.NoCredentialsError:
+                # A metadata service that did not answer when this was opened looked like one that is not there.
+                self._forget(opened)
             return self._open()(operation, arguments)
 
     def checked_request(
@@ -254,6 +257,12 @@ class _Made:
             with s3_errors("open", "", "the configured endpoint"):
                 session = boto3.session.Session()
                 self.client = session.client("s3", config=Config(**config))
+                if "@" in self.client.meta.endpoint_url.partition("://")[2].partition("/")[0]:
+                    # It would be in messages and logs. Not echoed here either.
+                    raise ConfigError(
+                        "the S3 endpoint must not carry credentials",
+                        hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                    )
                 self.profile = profile_of("s3", self.client.meta.endpoint_url, options)
                 more: dict[str, Any] = {}
                 if self.profile.addressing != "auto" and "s3" not in overrides:

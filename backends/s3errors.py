@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import botocore.exceptions as bc
 
@@ -100,6 +101,13 @@ def s3_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
         raise
     except (bc.ClientError, bc.BotoCoreError, bc.HTTPClientError, http.HttpError, OSError) as error:
         raise translate(error, operation, path, endpoint) from error
+    except RuntimeError as error:
+        # botocore has no class of its own for this one.
+        if "still expired" not in str(error):
+            raise
+        facts = {"backend": "s3", "operation": operation, "key": path}
+        text = f"cannot {_WORDS.get(operation, operation)} s3://{path}: the credentials that their source hands out are expired"
+        raise AccessDeniedError(text, hint=f"check the source of the credentials, and {CLOCK_HINT}", **facts) from error
 
 
 def code_of(error: bc.ClientError) -> str:
@@ -114,6 +122,7 @@ def translate(error: Exception, operation: str, path: str, endpoint: str) -> Ckp
     what = f"cannot {_WORDS.get(operation, operation)} s3://{path}"
     if isinstance(error, bc.ClientError):
         return _from_answer(error, what, facts)
+    endpoint = _asked(error) or endpoint
     for kinds, ours, text, hint in _LOCAL:
         if isinstance(error, kinds):
             if ours is ConfigError:
@@ -130,6 +139,13 @@ def translate(error: Exception, operation: str, path: str, endpoint: str) -> Ckp
         return BackendTimeoutError(f"{what}: the connection to {endpoint} broke: {error}", **facts)
     # A malformed answer: a proxy or a captive portal spoke instead of the store.
     return TransientBackendError(f"{what} at {endpoint}: {type(error).__name__}: {error}", **facts)
+
+
+def _asked(error: Exception) -> str:
+    """The endpoint that botocore's `error` is about, which may be that of a credential service; "" if it does not say."""
+    url = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or ""))
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    return "" if not host else f"{url.scheme}://{host}{f':{url.port}' if url.port else ''}"
 
 
 _LOCAL: tuple[tuple[tuple[type[Exception], ...], type[CkptmgrError], str, str], ...] = (
