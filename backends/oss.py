@@ -8,6 +8,7 @@ Source: https://www.alibabacloud.com/help/en/oss/developer-reference/putobject
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +19,7 @@ from ckptmgr.backends.objectstore import ObjectStoreBackend, split
 from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.ossbucket import LifecycleRule
 from ckptmgr.backends.ossclient import Oss2Client, OssClient
-from ckptmgr.backends.parts import Part, Receipt
+from ckptmgr.backends.parts import Incoming, Part, Receipt
 from ckptmgr.backends.profiles import profile_of
 from ckptmgr.core.errors import (
     AccessDeniedError,
@@ -30,6 +31,7 @@ from ckptmgr.core.errors import (
 )
 
 T = TypeVar("T")
+_READ_BYTES = 256 << 10
 _Versioning = Literal["off", "enabled", "suspended"]
 _VERSIONING: dict[str, _Versioning] = {"Enabled": "enabled", "Suspended": "suspended"}
 
@@ -75,8 +77,14 @@ class OSSBackend(ObjectStoreBackend):
         return self._oss.head(*split(path))
 
     def _read(self, path: str, etag: str | None, first: int, last: int | None) -> Iterator[bytes]:
+        with contextlib.closing(self._incoming(path, etag, first, last)) as incoming:
+            view = memoryview(bytearray(_READ_BYTES if last is None else min(_READ_BYTES, max(1, last - first))))
+            while count := incoming.readinto(view):
+                yield bytes(view[:count])
+
+    def _incoming(self, path: str, etag: str | None, first: int, last: int | None) -> Incoming:
         try:
-            yield from self._oss.read(*split(path), first=first, last=last, etag=etag)
+            return self._oss.get(*split(path), first=first, last=last, etag=etag)
         except ObjectExistsError as error:
             text = f"oss://{path} was replaced while it was read"
             raise TransientBackendError(text, backend="oss", operation="read", key=path) from error

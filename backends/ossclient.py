@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
 
 import oss2  # type: ignore[import-untyped, unused-ignore]
-import requests
+import requests.utils
 
 from ckptmgr.backends import ossbucket
 from ckptmgr.backends.base import PendingUpload
@@ -26,16 +25,15 @@ from ckptmgr.backends.ossbucket import LifecycleRule
 from ckptmgr.backends.osscredentials import OssCredentials
 from ckptmgr.backends.ossendpoint import OssEndpoint, endpoint_of, no_region
 from ckptmgr.backends.osserrors import EXPIRED, SKEWED, oss_errors
+from ckptmgr.backends.osshttp import HttpSession, OssResponse
 from ckptmgr.backends.osskeysources import default_chain
 from ckptmgr.backends.osssigning import Signer, SignerV1
-from ckptmgr.backends.parts import Receipt
+from ckptmgr.backends.parts import Incoming, Receipt
 from ckptmgr.core.errors import ConfigError
 
 T = TypeVar("T")
 log = logging.getLogger("ckptmgr.backends")
 
-_READ_BYTES = 1 << 20
-_POOL = 32
 _SSE = ("AES256", "KMS", "SM4")
 
 # oss2 writes all headers of each request into its debug log, session tokens too. Who wants that says so.
@@ -58,7 +56,7 @@ class OssClient(Protocol):
 
     def head(self, bucket: str, key: str) -> Stored: ...
 
-    def read(self, bucket: str, key: str, *, first: int, last: int | None, etag: str | None) -> Iterator[bytes]: ...
+    def get(self, bucket: str, key: str, *, first: int, last: int | None, etag: str | None) -> Incoming: ...
 
     def page(self, bucket: str, *, prefix: str, delimiter: str, token: str | None, limit: int) -> Page: ...
 
@@ -121,9 +119,9 @@ class Oss2Client:
         options = options or StoreOptions()
         # To connect, and to get the first block of a request out on a new connection; between two bytes of an answer, and for a later block.
         self._timeouts_s = (min(CONNECT_S, stall_s), stall_s)
-        self._buckets: dict[tuple[int, str], Any] = {}
-        self._sessions: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        connect_s, stall_s = self._timeouts_s
+        self._session = HttpSession(connect_s=connect_s, stall_s=stall_s)
+        self._buckets: dict[str, Any] = {}
         self.endpoint = endpoint_of(addressing=options.addressing)
         self.credentials = credentials or OssCredentials(default_chain())
         is_v1 = os.environ.get("OSS_SIGNATURE_VERSION", "v4").lower() in ("v1", "1")
@@ -135,18 +133,13 @@ class Oss2Client:
         self._storage_class = {"x-oss-storage-class": options.storage_class} if options.storage_class else {}
 
     def _bucket(self, name: str) -> Any:
-        # By process: a forked child must not share its parent's sockets.
-        pid = os.getpid()
-        bucket = self._buckets.get((pid, name))
+        bucket = self._buckets.get(name)
         if bucket is None:
-            with self._lock:
-                session = self._sessions.get(pid)
-                if session is None:
-                    session = self._sessions[pid] = _session()
-                bucket = self._buckets[pid, name] = self._make_bucket(name, session)
+            # Made twice by two threads, it does no harm.
+            bucket = self._buckets[name] = self._make_bucket(name)
         return bucket
 
-    def _make_bucket(self, name: str, session: Any) -> Any:
+    def _make_bucket(self, name: str) -> Any:
         endpoint = self.endpoint
         bucket = ossbucket.Bucket(
             self._signer,
@@ -154,7 +147,7 @@ class Oss2Client:
             name,
             is_cname=endpoint.style == "cname",
             is_path_style=endpoint.style == "path",
-            session=session,
+            session=self._session,
             connect_timeout=self._timeouts_s,
             app_name="ckptmgr",
             enable_crc=False,
@@ -223,7 +216,7 @@ class Oss2Client:
             crc=None if crc is None else f"{int(crc):016x}",
         )
 
-    def read(self, bucket: str, key: str, *, first: int, last: int | None, etag: str | None) -> Iterator[bytes]:
+    def get(self, bucket: str, key: str, *, first: int, last: int | None, etag: str | None) -> Incoming:
         # Without "standard", a range that does not fit is answered with the whole object.
         headers = {"x-oss-range-behavior": "standard"}
         if etag is not None:
@@ -232,24 +225,7 @@ class Oss2Client:
         answer = self._call(
             "read", bucket, key, lambda handle: handle.get_object(key, byte_range=byte_range, headers=headers)
         )
-        # oss2's own reader hands on 8 KiB at a time.
-        raw = answer.resp.response.raw
-        left = answer.content_length
-        try:
-            while True:
-                # Only the read: what the consumer of a block does wrong is not the store's fault.
-                with oss_errors("read", f"{bucket}/{key}", self.endpoint.url):
-                    block = raw.read(_READ_BYTES)
-                    if not block and left:
-                        # urllib3 1.x takes a body that ends too early for complete.
-                        raise ConnectionError(f"{left} bytes are missing")
-                if not block:
-                    return
-                if left is not None:
-                    left -= len(block)
-                yield block
-        finally:
-            answer.resp.response.close()
+        return _Incoming(answer.resp, f"{bucket}/{key}", self.endpoint.url)
 
     def page(self, bucket: str, *, prefix: str, delimiter: str, token: str | None, limit: int) -> Page:
         def ask(handle: Any) -> Any:
@@ -325,12 +301,20 @@ class Oss2Client:
         return self._call("ask for the lifecycle of", bucket, "", lambda handle: handle.lifecycle_rules())
 
 
-def _session() -> Any:
-    session = oss2.Session(pool_size=_POOL)
-    # Neither looked for at each request, nor a password out of ~/.netrc in place of our signature. Proxies: `_make_bucket`.
-    session.session.trust_env = False
-    session.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
-    return session
+class _Incoming:
+    """An object on its way, with what goes wrong in our own words."""
+
+    def __init__(self, response: OssResponse, path: str, endpoint: str) -> None:
+        self._response = response
+        self._path = path
+        self._endpoint = endpoint
+
+    def readinto(self, view: memoryview, /) -> int:
+        with oss_errors("read", self._path, self._endpoint):
+            return self._response.readinto(view)
+
+    def close(self) -> None:
+        self._response.close()
 
 
 def _encryption(options: StoreOptions) -> dict[str, str]:

@@ -16,6 +16,7 @@ import oss2.exceptions as ox  # type: ignore[import-untyped, unused-ignore]
 import requests
 import urllib3.exceptions
 
+from ckptmgr.backends import http
 from ckptmgr.backends.answers import AnswerTable, Meaning, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
@@ -39,6 +40,7 @@ _KEYS_HINT = "check OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET"
 _EXPIRED_HINT = "renew the STS credentials (OSS_SESSION_TOKEN)"
 # A clock that is not further off than that has nothing to do with a refusal at 15 minutes.
 _HELD_BACK_S = 600.0
+_NETWORK = (requests.RequestException, urllib3.exceptions.HTTPError, OSError, http.HttpError)
 _ENDPOINT_HINT = "set OSS_ENDPOINT and OSS_REGION to the bucket's region"
 
 _CODES: dict[str, Meaning] = {
@@ -77,7 +79,7 @@ def oss_errors(operation: str, path: str, endpoint: str, *, now: Callable[[], fl
         yield
     except CkptmgrError:
         raise
-    except (ox.OssError, requests.RequestException, urllib3.exceptions.HTTPError, OSError, ET.ParseError) as error:
+    except (ox.OssError, *_NETWORK, ET.ParseError) as error:
         raise translate(error, operation, path, endpoint, now_s=now()) from error
 
 
@@ -96,7 +98,7 @@ def translate(
         error = error.exception
     if isinstance(error, ox.ServerError):
         return _from_answer(error, what, facts, now_s)
-    if isinstance(error, ET.ParseError):
+    if isinstance(error, ET.ParseError | http.BadAnswerError):
         # Something in between, a portal's page perhaps.
         return TransientBackendError(
             f"{what}: the answer of {endpoint} is not that of OSS", hint="check OSS_ENDPOINT", **facts
@@ -105,14 +107,16 @@ def translate(
         return ConfigError(f"{what}: {error.body}", hint="check OSS_ENDPOINT and the URL")
     if isinstance(error, ox.OssError):
         return TransientBackendError(f"{what}: {type(error).__name__}: {error.body}", **facts)
-    if isinstance(error, requests.exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+    if isinstance(error, http.UntrustedError) or (
+        isinstance(error, requests.exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
+    ):
         hint = "point REQUESTS_CA_BUNDLE at the certificate of its authority"
         return PermanentBackendError(f"{what}: the certificate of {endpoint} is not trusted", hint=hint, **facts)
     if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
         return ConfigError(f"{what}: {error}", hint="check OSS_ENDPOINT")
-    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError):
+    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError | http.StalledError):
         return BackendTimeoutError(f"{what}: no answer from {endpoint} in time", **facts)
-    if _never_connected(error):
+    if isinstance(error, http.ConnectError) or _never_connected(error):
         return TransientBackendError(
             f"{what}: cannot connect to {endpoint}", hint="check OSS_ENDPOINT and the network", **facts
         )

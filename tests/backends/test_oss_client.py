@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from ckptmgr.backends.ossclient import Oss2Client
 from ckptmgr.backends.osscredentials import Keys, OssCredentials
 from ckptmgr.backends.ossendpoint import endpoint_of
 from ckptmgr.backends.osssigning import Signer, SignerV1
-from ckptmgr.core.errors import AccessDeniedError, ConfigError
+from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, ConfigError
+from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.server_store import ServerStore
 from ckptmgr.testing.servers import OssServer
 
@@ -135,7 +137,7 @@ def test_proxies_and_authorities_are_those_of_the_environment(monkeypatch: pytes
     client = _client(monkeypatch, OSS_REGION="cn-a")
     bucket = client._bucket("bkt")
     assert bucket.proxies["https"] == "http://proxy:3128"
-    session = bucket.session.session
+    session = bucket.session._through_proxy().session
     assert (session.verify, session.trust_env) == ("/ca.pem", False)
     monkeypatch.setenv("no_proxy", OSS)
     assert not Oss2Client()._bucket("bkt").proxies.get("https")
@@ -252,6 +254,40 @@ def test_nothing_secret_gets_into_the_log(oss: ServerStore, caplog: pytest.LogCa
     texts = [caplog.text, str(caught.value), repr(caught.value), repr(backend), repr(vars(backend))]
     for secret in (session.secret_key, session.token):
         assert not any(secret in text for text in texts)
+
+
+# -- through a proxy ----------------------------------------------------------------------------------------------
+
+
+def test_through_a_proxy(oss: ServerStore, tmp_path: Any) -> None:
+    """Where the environment names one, all goes through it; here it is the store itself."""
+    oss.setenv("http_proxy", oss.server.url)
+    oss.setenv("no_proxy", "elsewhere")
+    oss.setenv("NO_PROXY", "elsewhere")
+    oss.setenv("OSS_ENDPOINT", "http://store.invalid")
+    backend = OSSBackend(store_options=StoreOptions(addressing="path"), multipart_threshold=1 << 20, part_bytes=1 << 20)
+    data = random.Random(1).randbytes(2_500_000)
+    path = tmp_path / "f"
+    path.write_bytes(data)
+    backend.put_file(str(path), oss.at("large"))
+    backend.pipe_file(oss.at("small"), b"1")
+    path.unlink()
+    backend.get_file(oss.at("large"), str(path))
+    assert path.read_bytes() == data
+    assert backend.cat_file(oss.at("small")) == b"1"
+    assert backend.find(oss.bucket) == [oss.at("large"), oss.at("small")]
+    with oss.server.faults.injected(Fault(cut_body=1000)), pytest.raises(BackendTimeoutError):
+        backend.cat_file(oss.at("large"))
+    with oss.server.faults.injected(Fault(drop="before")), pytest.raises(BackendTimeoutError, match=r"store\.invalid"):
+        backend.pipe_file(oss.at("small"), b"2")
+
+
+def test_a_header_with_a_line_break_is_refused(oss: ServerStore) -> None:
+    """It would be another header."""
+    backend = OSSBackend(store_options=StoreOptions(sse="KMS", sse_key="a\r\nx-oss-object-acl: public-read"))
+    with pytest.raises(ConfigError, match="line break"):
+        backend.pipe_file(oss.at("k"), b"1")
+    assert oss.server.log == []
 
 
 # -- what new objects are ------------------------------------------------------------------------------------------
