@@ -172,8 +172,11 @@ class _Doctor:
                 names.extend(probes.some_names(self._fs, self._root))
             except ObjectNotFoundError:
                 return Verdict(check="list", level="ok", text="nothing is stored there yet", facts={"entries": 0})
-            except (BucketNotFoundError, TransientBackendError):
-                over.append(True)
+            except BackendError as error:
+                # Without a status, nobody has answered: no connection, or a certificate that is not trusted.
+                unanswered = self._connection.endpoint is not None and not getattr(error, "status", 0)
+                if unanswered or isinstance(error, BucketNotFoundError | TransientBackendError):
+                    over.append(True)
                 raise
             return Verdict(
                 check="list", level="ok", text=f"{len(names)} entries or more", facts={"entries": len(names)}

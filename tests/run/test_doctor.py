@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ from ckptmgr.run.verdicts import Verdict
 from ckptmgr.testing.faults import Fault
 
 if TYPE_CHECKING:
+    from ckptmgr.testing.certificates import Certificates
     from ckptmgr.testing.servers import MotoServer
     from ckptmgr.testing.stores import Store
 
@@ -123,6 +128,26 @@ def test_conditions_are_ignored(make_store: Callable[[str], Store], moto_server:
     assert not RunDirectory.open_or_create(f"{store.url}/run2").record.create_only
 
 
+def test_a_versioned_oss_bucket(make_store: Callable[[str], Store]) -> None:
+    """There create-only writes do nothing, also once versioning is suspended: found by trying, and explained (fault row 34)."""
+    store: Any = make_store("oss")
+    run = RunDirectory.open_or_create(f"{store.url}/run")
+    assert run.record.create_only
+    oss2 = pytest.importorskip("oss2")
+    admin = store.server.identities[0]
+    auth = oss2.Auth(admin.access_key, admin.secret_key)
+    bucket = oss2.Bucket(auth, store.server.url, store.bucket, is_path_style=True)
+    for state in ("Enabled", "Suspended"):
+        config = oss2.models.BucketVersioningConfig()
+        config.status = state
+        bucket.put_bucket_versioning(config)
+        found = _examined(store.url)
+        assert found["create_only"].level == found["versioning"].level == "warning"
+        assert "versioning" in found["create_only"].advice
+        assert "create-only writes are ignored" in found["versioning"].text
+        assert _levels(found, "problem") == set()
+
+
 def test_conditions_are_not_relied_on(make_store: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """CKPTMGR_CREATE_ONLY=no holds even where the store would refuse."""
     store = make_store("moto")
@@ -205,6 +230,68 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     assert endpoint in found["list"].text
     assert endpoint in found["clock"].text
     assert "put" not in found
+
+
+def test_no_tls_there(make_store: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """https to a server that speaks http: the endpoint is named, and nothing else is asked."""
+    store = make_store("moto")
+    endpoint = store.server.url.replace("http://", "https://")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(doctor, "_POLICY", dataclasses.replace(doctor._POLICY, attempts=1))
+    found = _examined(store.url)
+    assert _levels(found, "problem") == {"list"}
+    assert endpoint in found["list"].text
+    assert "put" not in found
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, with what to do; and with the authority in AWS_CA_BUNDLE somebody answers."""
+    from ckptmgr.testing.certificates import make_certificates
+
+    certificates = make_certificates(tmp_path)
+    with tls_server(certificates) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        found = _examined("s3://bucket/run")
+        assert _levels(found, "problem") == {"list"}
+        assert endpoint in found["list"].text
+        assert "AWS_CA_BUNDLE" in found["list"].advice
+        assert found["clock"].level == "unknown"
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.authority))
+        found = _examined("s3://bucket/run")
+        assert found["clock"].level == "ok"
+        assert "NoSuchBucket" in found["list"].text
+
+
+@contextlib.contextmanager
+def tls_server(certificates: Certificates) -> Iterator[str]:
+    """An S3 endpoint that knows no bucket."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"<Error><Code>NoSuchBucket</Code><Message>no</Message></Error>"
+            self.send_response(404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Nothing on stderr."""
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_no_bucket(make_store: Callable[[str], Store]) -> None:
