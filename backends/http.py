@@ -270,7 +270,7 @@ class _Connection:
         while True:
             count = body.readinto(view[used:]) if left else 0
             if left and not count:
-                raise BrokenConnectionError("the body ended before its length")
+                raise ValueError("the body ended before its length")
             self.send(view[: used + count])
             left -= count
             if not left:

@@ -207,7 +207,7 @@ class DataCalls:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
             raise ValueError("a header holds a line break")
-        length = "" if method not in ("PUT", "POST") else f"content-length: {0 if body is None else len(body)}\r\n"
+        length = "" if method in ("GET", "HEAD") else f"content-length: {0 if body is None else len(body)}\r\n"
         head = f"{method} {path}{'?' if text else ''}{text} HTTP/1.1\r\n{lines}{length}{target.head}\r\n"
         return head.encode("latin-1"), body
 

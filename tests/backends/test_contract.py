@@ -15,6 +15,7 @@ pytest.register_assert_rewrite(
 
 from ckptmgr.backends.generic import open_generic
 from ckptmgr.backends.local import LocalBackend
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.retry import RetryingBackend
 from ckptmgr.testing.contract import BackendContract, ContractStore, FilesRaw, ServerRaw
 from ckptmgr.testing.faulty import FaultyBackend
@@ -87,6 +88,28 @@ class TestWeedS3(BackendContract):
         return replace(_s3(weed_server, bucket_name, monkeypatch), reserved_names=frozenset({"back\\slash"}))
 
 
+class TestMotoS3ByBoto3(BackendContract):
+    """With every request made by boto3, as behind a proxy; without what takes long, and is as with the others."""
+
+    test_more_than_a_page = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def store(self, moto_server: MotoServer, bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> ContractStore:
+        return _s3(moto_server, bucket_name, monkeypatch, StoreOptions(engine="boto3"))
+
+
+class TestWeedS3ByBoto3(BackendContract):
+    """The same on a server that checks signatures and checksums."""
+
+    test_more_than_a_page = None  # type: ignore[assignment]
+    test_create_race_has_one_winner = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def store(self, weed_server: WeedServer, bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> ContractStore:
+        by_boto3 = _s3(weed_server, bucket_name, monkeypatch, StoreOptions(engine="boto3"))
+        return replace(by_boto3, reserved_names=frozenset({"back\\slash"}))
+
+
 class TestOss(BackendContract):
     @pytest.fixture
     def store(self, oss_server: OssServer, bucket_name: str, monkeypatch: pytest.MonkeyPatch) -> ContractStore:
@@ -102,12 +125,14 @@ class TestOss(BackendContract):
         )
 
 
-def _s3(server: StoreServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> ContractStore:
+def _s3(
+    server: StoreServer, bucket: str, monkeypatch: pytest.MonkeyPatch, options: StoreOptions | None = None
+) -> ContractStore:
     from ckptmgr.backends.s3 import S3Backend
 
     _enter(server, bucket, monkeypatch)
     return ContractStore(
-        make=lambda: S3Backend(multipart_threshold=5 * MIB, part_bytes=5 * MIB, page_size=500),
+        make=lambda: S3Backend(multipart_threshold=5 * MIB, part_bytes=5 * MIB, page_size=500, store_options=options),
         root=f"{bucket}/root",
         raw=ServerRaw(server),
         part_bytes=5 * MIB,
