@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ckptmgr.cli.artifact_output import artifact_json, emit_store, emit_versions, metrics_text, row_json
 from ckptmgr.cli.command import Command, Group, local_directory
 from ckptmgr.cli.looking import Json
 from ckptmgr.cli.moving import Bar, metric_of
-from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, say, size, warn, when
+from ckptmgr.cli.output import count, emit, emit_json, say, size, warn, when
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
-
-if TYPE_CHECKING:
-    from ckptmgr.core.artifacts import Source
-    from ckptmgr.core.layout import Stem
-    from ckptmgr.core.manifest import Manifest
-    from ckptmgr.run.artifacts import Artifact
-    from ckptmgr.run.overview import Row, RunOverview, RunRow
 
 Name = Annotated[str, typer.Argument(metavar="STORE/NAME", help="The artifact.")]
 Reference = Annotated[
@@ -49,8 +42,9 @@ _PULL_EPILOG = """\b
 Examples:
   ckptmgr artifact pull s3://bucket/exp/final-model --to ./model
   ckptmgr artifact pull s3://bucket/exp/final-model@production --to ./model
+  ckptmgr artifact pull s3://bucket/exp/final-model@v3 --only weights --only '*.json'
 
-Exit codes: 0 done, or DIR held it already; 3 no such artifact, version or tag; 4 the store is unavailable or refuses, or the disk is full;
+Exit codes: 0 done, or DIR held it already; 3 no such artifact, version or tag, or nothing that --only means; 4 the store is unavailable or refuses, or the disk is full;
 5 it is damaged; 7 DIR holds something else."""
 _LS_EPILOG = """Exit codes: 0 done, also when something is shown as damaged; 3 there is neither an artifact nor a store that has some; 4 the
 store could not be asked."""
@@ -125,7 +119,7 @@ def push(
             moved=bar.moved,
         )
     if as_json:
-        emit_json({**_artifact_json(pushed), "existed": pushed.existed})
+        emit_json({**artifact_json(pushed), "existed": pushed.existed})
         return
     emit(pushed.reference)
     what = "was there already, with the same bytes" if pushed.existed else "committed"
@@ -148,21 +142,30 @@ def pull(
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="The directory. Default: ./NAME-v<version>.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ROLE|GLOB", help="Only these files: weights, config, tokenizer, or a pattern."),
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace whatever else DIR holds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Put a version of an artifact on local disk, verified, and print where."""
+    """Put a version of an artifact, or some of its files, on local disk, verified, and print where."""
     from ckptmgr.run.artifacts import pull_artifact
 
+    target = None if to is None else local_directory(to)
     with Bar() as bar:
-        pulled = pull_artifact(reference, None if to is None else local_directory(to), replace=replace, progress=bar)
-    artifact = pulled.artifact
+        pulled = pull_artifact(reference, target, only=only or (), overwrite=replace, progress=bar)
+    artifact, files = pulled.artifact, pulled.files
+    is_part = len(files) < len(artifact.manifest.files)
     if as_json:
-        emit_json({"path": str(pulled.path), "fetched": pulled.fetched, **_artifact_json(artifact)})
+        told = {"path": str(pulled.path), "fetched_bytes": pulled.fetched_bytes, "partial": is_part}
+        emit_json({**told, "pulled": [entry.path for entry in files], **artifact_json(artifact)})
         return
     emit(str(pulled.path))
-    origin = f"from {artifact.url}" if pulled.fetched else "already there"
-    say(f"v{artifact.version}, {size(artifact.manifest.size_bytes)} verified, {origin}")
+    every = count(len(artifact.manifest.files), "file")
+    share = f"{len(files)} of {every}" if is_part else every
+    origin = f"{size(pulled.fetched_bytes)} of it from {artifact.url}" if pulled.fetched_bytes else "already there"
+    say(f"v{artifact.version}: {share}, {size(sum(entry.size for entry in files))} verified, {origin}")
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------------------
@@ -188,7 +191,7 @@ def ls(
         if "@" in url.rstrip("/").rpartition("/")[2]:
             raise ConfigError(f"{url!r} names one version", hint="see it with `ckptmgr artifact show`") from None
         store, runs = store_overview(url, kind=KIND)
-        _emit_store(store, runs, as_json=as_json)
+        emit_store(store, runs, as_json=as_json)
         return
     overview = run_overview(open_artifact(url), all_lineages=True, check=check)
     if as_json:
@@ -196,79 +199,14 @@ def ls(
             {
                 "artifact": overview.run.url,
                 "name": overview.run.name,
-                "versions": [_row_json(overview, row) for row in overview.rows],
+                "versions": [row_json(overview, row) for row in overview.rows],
             }
         )
     else:
-        _emit_versions(overview)
+        emit_versions(overview)
     for row in overview.rows:
         if row.why:
             warn(f"{row.id} is damaged: {row.why}")
-
-
-def _emit_versions(overview: RunOverview) -> None:
-    committed = [row.manifest for row in overview.rows if row.manifest is not None]
-    latest = overview.history.newest()
-    tail = f", latest: v{latest.step}" if latest is not None else ""
-    total = size(sum(manifest.size_bytes for manifest in committed))
-    emit(f"{overview.run.url}: {count(len(committed), 'version')}, {total}{tail}")
-    if not overview.rows:
-        return
-    table = Table(
-        Column(title="version", right=True),
-        Column(title="pushed (UTC)", leave=19),
-        Column(title="size", right=True),
-        Column(title="files", right=True, leave=18),
-        Column(title="tags", least=8, leave=1),
-        Column(title="from", least=10, leave=2),
-        Column(title="metrics", least=10, leave=17),
-        Column(title="state"),
-        Column(title="id", leave=3),
-    )
-    for row in overview.rows:
-        manifest = row.manifest
-        table.add(
-            "" if row.stem is None else f"v{row.stem.step}",
-            "" if manifest is None else when(manifest.created_at),
-            "" if manifest is None else size(manifest.size_bytes),
-            "" if manifest is None else str(len(manifest.files)),
-            ", ".join(row.tags),
-            "" if manifest is None else _source_text(manifest),
-            "" if manifest is None else _metrics_text(manifest),
-            row.state,
-            row.id,
-        )
-    show_table(table)
-
-
-def _emit_store(store: str, runs: list[RunRow], *, as_json: bool) -> None:
-    if as_json:
-        emit_json({"store": store, "artifacts": [_store_row_json(run) for run in runs]})
-    else:
-        emit(f"{store}: {count(len(runs), 'artifact')}")
-        table = Table(
-            Column(title="artifact"),
-            Column(title="versions", right=True),
-            Column(title="latest", right=True),
-            Column(title="size", right=True),
-        )
-        for run in runs:
-            unknown = run.error is not None
-            latest = "" if run.latest is None else f"v{run.latest.step}"
-            table.add(
-                run.name,
-                "?" if unknown else str(run.checkpoints),
-                "?" if unknown else latest,
-                "?" if unknown else size(run.size_bytes),
-            )
-        show_table(table)
-    for run in runs:
-        if run.error is not None:
-            warn(f"{run.name} could not be read: {run.error}")
-    unseen = [run for run in runs if run.is_unseen]
-    if unseen:
-        fail(f"{len(unseen)} of the directories of {store} could not be looked at - see above")
-        raise typer.Exit(4)
 
 
 def show(reference: Reference, as_json: Json = False) -> None:
@@ -293,7 +231,7 @@ def show(reference: Reference, as_json: Json = False) -> None:
         ("pushed", f"{when(manifest.created_at)} UTC" if manifest.created_at else "unknown"),
         ("tags", ", ".join(artifact.tags)),
         ("from", "" if source is None else f"step {source.stem.step} ({source.stem}) of {where or source.run}"),
-        ("metrics", _metrics_text(manifest)),
+        ("metrics", metrics_text(manifest)),
         *(
             (f"meta {name}", value if isinstance(value, str) else json.dumps(value))
             for name, value in sorted(artifact.metadata.items())
@@ -346,66 +284,3 @@ def untag(
         emit_json({"artifact": artifact_url(url), "tag": name, "version": stem.step, "id": str(stem)})
     else:
         say(f"{name} was v{stem.step} of {artifact_url(url)}, and is no tag any more")
-
-
-# --- for people and programs ------------------------------------------------------------------------------------------------------
-
-
-def _source_text(manifest: Manifest) -> str:
-    from ckptmgr.core.artifacts import source_of
-
-    source = source_of(manifest)
-    return "" if source is None else f"{source.run} step {source.stem.step}"
-
-
-def _metrics_text(manifest: Manifest) -> str:
-    return ", ".join(f"{name}={compact(value)}" for name, value in sorted(manifest.metrics.items()))
-
-
-def _artifact_json(artifact: Artifact) -> dict[str, Any]:
-    return {
-        "artifact": artifact.url,
-        "name": artifact.name,
-        **_version_json(artifact.manifest.stem, artifact.manifest, artifact.tags, is_latest=artifact.is_latest),
-    }
-
-
-def _row_json(overview: RunOverview, row: Row) -> dict[str, Any]:
-    is_latest = row.stem is not None and row.stem == overview.history.newest()
-    return {**_version_json(row.stem, row.manifest, row.tags, is_latest=is_latest), "id": row.id, "state": row.state}
-
-
-def _version_json(
-    stem: Stem | None, manifest: Manifest | None, tags: Iterable[str], *, is_latest: bool
-) -> dict[str, Any]:
-    from ckptmgr.core.artifacts import metadata_of, source_of
-
-    return {
-        "version": None if stem is None else stem.step,
-        "id": None if stem is None else str(stem),
-        "latest": is_latest,
-        "size_bytes": None if manifest is None else manifest.size_bytes,
-        "files": None if manifest is None else len(manifest.files),
-        "tags": list(tags),
-        "source": None if manifest is None else _source_json(source_of(manifest)),
-        "metrics": {} if manifest is None else json_metrics(manifest.metrics),
-        "metadata": {} if manifest is None else metadata_of(manifest),
-        "created_at": None if manifest is None else manifest.created_at,
-    }
-
-
-def _source_json(source: Source | None) -> dict[str, Any] | None:
-    from ckptmgr.core.artifacts import encode_source
-
-    return None if source is None else encode_source(source)
-
-
-def _store_row_json(run: RunRow) -> dict[str, Any]:
-    unknown = run.error is not None
-    return {
-        "name": run.name,
-        "versions": None if unknown else run.checkpoints,
-        "latest_version": None if run.latest is None else run.latest.step,
-        "latest_id": None if run.latest is None else str(run.latest),
-        "size_bytes": None if unknown else run.size_bytes,
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from ckptmgr.core.artifacts import (
     source_of,
 )
 from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
+from ckptmgr.core.files import FileEntry
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.selectors import Selector
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.resume import Progress, Resumed, resume
+from ckptmgr.run.pull import pull
+from ckptmgr.run.resume import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +88,20 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """An artifact on local disk, every byte checked.
+class PulledArtifact:
+    """An artifact, or a part of it, on local disk, every byte checked.
 
     Attributes:
         path: the directory; an artifact that is one file lies in it under its own name.
-        artifact: what it is.
-        fetched: whether anything had to be fetched.
+        artifact: what it is, all of it.
+        files: those of its files that are there.
+        fetched_bytes: how much of it came from the store now; the rest was there.
     """
 
     path: Path
     artifact: Artifact
-    fetched: bool
+    files: tuple[FileEntry, ...]
+    fetched_bytes: int
 
 
 # --- naming one -----------------------------------------------------------------------------------------------------------------
@@ -246,10 +251,11 @@ def pull_artifact(
     reference: str | os.PathLike[str],
     to: str | os.PathLike[str] | None = None,
     *,
-    replace: bool = False,
+    only: Sequence[str] = (),
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> Pulled:
-    """Put a version of an artifact into a directory, verified.
+) -> PulledArtifact:
+    """Put a version of an artifact, or some of its files, into a directory, verified.
 
     Bytes arrive in `<to>.partial`; the name appears only when all are right. A damaged latest version is an error: an older one is never
     given out in its place.
@@ -257,10 +263,11 @@ def pull_artifact(
     Args:
         reference: `STORE/NAME[@VERSION|@TAG|@latest]`.
         to: None for `./NAME-v<version>`. Holding exactly these files, it stays as it is.
-        replace: replace whatever else `to` holds.
+        only: roles (`weights`, `tokenizer`, …) or patterns of paths; none: everything.
+        overwrite: replace whatever else `to` holds.
 
     Raises:
-        CheckpointNotFoundError: there is no such artifact, version or tag.
+        CheckpointNotFoundError: there is no such artifact, version or tag, or no file that one of `only` means.
         CheckpointExistsError: `to` holds something else; nothing was changed.
         IntegrityError: what is stored is damaged.
         DiskFullError: no room for it; nothing was fetched.
@@ -270,12 +277,6 @@ def pull_artifact(
     run = open_artifact(url)
     artifact = chosen(run, run.history(), wanted)
     directory = Path(to) if to is not None else Path(f"{artifact.name}-v{artifact.version}")
-    done: Resumed = resume(
-        run,
-        Selector(kind="id", stem=artifact.manifest.stem),
-        to=directory,
-        strict=True,
-        replace=replace,
-        progress=progress,
-    )
-    return Pulled(path=done.directory, artifact=artifact, fetched=done.source is not None)
+    which = Selector(kind="id", stem=artifact.manifest.stem)
+    done = pull(run, which, directory, only=only, overwrite=overwrite, progress=progress)
+    return PulledArtifact(path=done.directory, artifact=artifact, files=done.files, fetched_bytes=done.fetched_bytes)

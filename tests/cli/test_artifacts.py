@@ -21,7 +21,7 @@ PushSteps = Callable[..., list[str]]
 
 OPTIONS = {
     "push": ["--version", "--tag", "--from", "--metric", "--meta", "--json"],
-    "pull": ["--to", "--replace", "--json"],
+    "pull": ["--to", "--only", "--replace", "--json"],
     "ls": ["--check", "--json"],
     "show": ["--json"],
     "tag": ["--json"],
@@ -121,12 +121,17 @@ def test_push_and_pull_as_json(
     assert pulled == {
         **version,
         "path": str(tmp_path / "got"),
-        "fetched": True,
+        "fetched_bytes": 9,
+        "partial": False,
+        "pulled": ["model.bin", "tokenizer/vocab.json"],
         "source": source,
         "created_at": created,
     }
     assert (tmp_path / "got" / "tokenizer" / "vocab.json").read_bytes() == b"{}"
-    assert ask("pull", f"{store.url}/model@rc", "--to", "got")["fetched"] is False
+    assert ask("pull", f"{store.url}/model@rc", "--to", "got")["fetched_bytes"] == 0
+    some = ask("pull", f"{store.url}/model", "--only", "tokenizer", "--to", "some")
+    assert (some["partial"], some["pulled"], some["files"]) == (True, ["tokenizer/vocab.json"], 2)
+    assert [path.name for path in (tmp_path / "some").rglob("*.*")] == ["vocab.json"]
 
 
 def test_ls_as_json(make_store: MakeStore, ask: Callable[..., Any], push_steps: PushSteps, final: Path) -> None:
@@ -283,6 +288,7 @@ def test_nothing_found(
     refused(cli_here("artifact", "pull", f"{store.url}/model@9"), 3, "has no version 9: there is v1")
     refused(cli_here("artifact", "pull", f"{store.url}/model@prodution"), 3, "did you mean production?")
     refused(cli_here("artifact", "show", f"{store.url}/model@rc"), 3, "its tags are production")
+    refused(cli_here("artifact", "pull", f"{store.url}/model", "--only", "optimizer"), 3, "--only optimizer", "weights")
     refused(cli_here("artifact", "tag", f"{store.url}/model", "2", "rc"), 3, "has no version 2")
     refused(cli_here("artifact", "untag", f"{store.url}/model", "produktion"), 3, "did you mean production?")
     refused(cli_here("artifact", "push", final, f"{store.url}/model2", "--from", f"{store.url}/run@7"), 3, "steps")

@@ -373,12 +373,12 @@ def test_what_else_lies_in_the_target_stays(make_store: MakeStore, tree: Tree, t
     push_artifact(tree({"a": b"1"}), url)
     push_artifact(tree({"a": b"2"}), url)
     target = tmp_path / "got"
-    assert pull_artifact(f"{url}@v1", target).fetched
-    assert not pull_artifact(f"{url}@v1", target).fetched
+    assert pull_artifact(f"{url}@v1", target).fetched_bytes
+    assert not pull_artifact(f"{url}@v1", target).fetched_bytes
     with pytest.raises(CheckpointExistsError, match="holds something else"):
         pull_artifact(url, target)
     assert held(target) == {"a": b"1"}
-    assert held(pull_artifact(url, target, replace=True).path) == {"a": b"2"}
+    assert held(pull_artifact(url, target, overwrite=True).path) == {"a": b"2"}
 
 
 # --- retention and tags -----------------------------------------------------------------------------------------------------------
