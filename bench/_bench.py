@@ -99,6 +99,10 @@ class Sources:
         (name,) = self._files[source]
         return self.directory(source) / name
 
+    def names(self, source: str) -> Sequence[str]:
+        """Its files."""
+        return list(self._files[source])
+
     def bytes_of(self, source: str) -> int:
         """Size of all its files."""
         return sum(self._files[source].values())

@@ -77,7 +77,8 @@ class Syncs:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        os.fsync, os.fdatasync = self._timed(os.fsync), self._timed(os.fdatasync)
+        for name in ("fsync", "fdatasync"):
+            setattr(os, name, self._timed(getattr(os, name)))
 
     def _timed(self, sync: Callable[[Any], None]) -> Callable[[Any], None]:
         def timed(file: Any) -> None:

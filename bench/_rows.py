@@ -23,15 +23,15 @@ NOT_BARE = ("ours", *PEERS)
 
 
 class Row(Protocol):
-    """One question of the bench.
+    """One question of the bench."""
 
-    Attributes:
-        title: of its lines in the page.
-        clients: who can be asked.
-    """
+    @property
+    def title(self) -> str:
+        """Of its lines in the page."""
 
-    title: str
-    clients: Sequence[str]
+    @property
+    def clients(self) -> Sequence[str]:
+        """Who can be asked."""
 
     def actions(
         self, bench: Bench, clients: Sequence[str], *more: str

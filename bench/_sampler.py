@@ -58,6 +58,8 @@ class _Sampler(threading.Thread):
             if spent:
                 self._count(frames[thread.ident], spent)
                 self._threads[thread.name] += spent
+        # This very frame is in it: as a cycle it would keep all that the others hold, their buffers too.
+        frames.clear()
 
     def _spent_ns(self, native_id: int) -> int:
         """Processor time of the thread since the last look; 0 at the first."""
