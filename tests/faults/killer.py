@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.retention import KeepLast
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.gc import gc
 from ckptmgr.run.prune import prune
 from ckptmgr.run.push import push
 from ckptmgr.run.tier import LocalTier, describe
@@ -61,6 +62,11 @@ class Mortal(WrappedBackend):
         if hit:
             die()
         return result
+
+    def rm_files(self, paths: Sequence[str]) -> None:
+        """One change per path, so that a death between two of them can be aimed at."""
+        for path in paths:
+            self.rm_file(path)
 
     def put_file(self, lpath: str, rpath: str, callback: Any = None, *args: Any, **kwargs: Any) -> None:
         limit = self._kill.get("sent_bytes")
@@ -113,6 +119,10 @@ def _prune(job: Job) -> None:
     prune(_run(job), KeepLast(job["keep_last"]))
 
 
+def _gc(job: Job) -> None:
+    gc(_run(job), grace_s=0.0)
+
+
 def _save(job: Job) -> None:
     """Commit a save into the local tier; killed before its n-th change of the file system, whatever makes that change."""
     tier, stem = LocalTier.open(job["tier"]), Stem.parse(job["stem"])
@@ -134,7 +144,13 @@ def _save(job: Job) -> None:
     tier.commit(manifest, prepared, target=job["url"])
 
 
-_DO: dict[str, Callable[[Job], int | None]] = {"drain": _drain, "push": _push, "prune": _prune, "save": _save}
+_DO: dict[str, Callable[[Job], int | None]] = {
+    "drain": _drain,
+    "push": _push,
+    "prune": _prune,
+    "gc": _gc,
+    "save": _save,
+}
 
 
 def _in_a_fork(job: Job) -> dict[str, int]:
