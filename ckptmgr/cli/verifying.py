@@ -81,7 +81,7 @@ def verify(
         return
     chosen = None if selector is None else parse_selector(selector)
     run = RunDirectory.open(url)
-    history = run.history()
+    history = run.history(cached=quick)  # what was read before says nothing of the bytes that are there now
     stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ckptmgr.core.errors import (
@@ -89,7 +90,7 @@ def run_overview(run: RunDirectory, *, all_lineages: bool = False, check: bool =
     Raises:
         BackendError: could not look (I7).
     """
-    looks: list[Callable[[], Any]] = [run.history, run.names]
+    looks: list[Callable[[], Any]] = [partial(run.history, cached=not check), run.names]
     history, names_there = run.map(lambda look: look(), looks)
     present = set(history.chain())
     seen = notes.noted(run.url, history.manifests)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError
+from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError, ManifestError
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, manifest_key
-from ckptmgr.core.manifest import ClosingRecord
+from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
@@ -130,18 +130,24 @@ def _refuse_if_newest_is_damaged(run: RunDirectory, history: History) -> None:
     newest = history.newest()
     if newest is None:
         return
-    if newest in history.broken:
-        why = str(history.broken[newest])
-    else:
-        damage = damage_of(run, history.manifests[newest]) or noted_damage(run, history.manifests[newest])
-        if not damage:
-            return
-        why = f"{damage[0].file} {damage[0].why}"
+    why = str(history.broken[newest]) if newest in history.broken else _damage_now(run, history.manifests[newest])
+    if not why:
+        return
     raise IntegrityError(
         f"the newest checkpoint of {run.url}, {newest}, is damaged ({why}), so older ones are not deleted",
         hint="see `ckptmgr verify`; nothing was changed",
         stem=newest,
     )
+
+
+def _damage_now(run: RunDirectory, manifest: Manifest) -> str:
+    """What is wrong with a checkpoint by the store's own word; empty if nothing is."""
+    try:
+        run.manifest(manifest.stem)  # this machine may have it from an earlier look
+    except ManifestError as exc:
+        return str(exc)
+    damage = damage_of(run, manifest) or noted_damage(run, manifest)
+    return f"{damage[0].file} {damage[0].why}" if damage else ""
 
 
 def _finish_interrupted(run: RunDirectory, history: History) -> tuple[Stem, ...]:
