@@ -216,7 +216,11 @@ _MINIO = Profile(
     servers=("MinIO",),
     create_only="yes",
     notes=("Releases before May 2024 ignore conditions on multipart uploads; before 2025, they know no CRC-64/NVME.",),
-    sources=("https://github.com/minio/minio/pull/19713", "https://github.com/minio/minio/pull/20855"),
+    sources=(
+        "https://github.com/minio/minio/pull/19713",
+        "https://github.com/minio/minio/pull/20855",
+        "https://github.com/minio/minio/issues/20989",
+    ),
 )
 
 _CEPH = Profile(

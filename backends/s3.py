@@ -19,9 +19,13 @@ from ckptmgr.backends.parts import Incoming, Part, Receipt
 from ckptmgr.backends.s3bucket import S3Buckets
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3errors import classify, s3_errors
+from ckptmgr.core.checksums import crc_function
 from ckptmgr.core.errors import BackendError, ConfigError, ObjectExistsError, ObjectNotFoundError, TransientBackendError
 
 _READ_BYTES = 1 << 20
+# Classes for data that is seldom read bill smaller objects as if they had so many bytes; and records, which are small, are read often.
+# Source: https://aws.amazon.com/s3/storage-classes/
+_CLASSED_BYTES = 128 << 10
 _NO_BATCH_DELETE = {"NotImplemented", "MissingContentMD5", "MethodNotAllowed"}
 
 
@@ -49,8 +53,7 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     ) -> None:
         super().__init__(**options)
         self._kept_as = _kept_as(self.store_options)
-        # Records are small, and read often: they stay in the bucket's own class.
-        self._records_kept_as = {name: value for name, value in self._kept_as.items() if name != "StorageClass"}
+        self._small_kept_as = {name: value for name, value in self._kept_as.items() if name != "StorageClass"}
         self._s3 = S3Client(client_config, stall_s=stall_s, options=self.store_options)
 
     @property
@@ -63,11 +66,12 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
 
     @property
     def _store_checks(self) -> bool:
-        return self._s3.takes_crc is True
+        # Without awscrt no CRC goes along, whatever the store would take.
+        return self._s3.takes_crc is True and crc_function(self.crc_kind) is not None
 
     def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
         bucket, key = split(path)
-        kept_as = self._kept_as if isinstance(data, FileBody) else self._records_kept_as
+        kept_as = self._kept_as if len(data) >= _CLASSED_BYTES else self._small_kept_as
         arguments = {"Bucket": bucket, "Key": key, "Body": data, **kept_as, **self._condition(path, mode)}
         return _stored(self._s3.checked_request("put_object", path, _crc_header(crc), **arguments))
 
@@ -170,6 +174,9 @@ class S3Backend(S3Buckets, ObjectStoreBackend):
     def _begin(self, path: str, mode: WriteMode) -> str:
         bucket, key = split(path)
         checksums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+        if crc_function(self.crc_kind) is None:
+            # An upload that was begun with an algorithm takes no part without a value.
+            checksums = {}
         arguments = {"Bucket": bucket, "Key": key, **self._kept_as}
         answer = self._s3.checked_request("create_multipart_upload", path, checksums, **arguments)
         return str(answer["UploadId"])

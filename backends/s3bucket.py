@@ -41,26 +41,34 @@ class S3Buckets(Backend):
     _s3: S3Client
 
     def list_uploads(self, path: str) -> list[PendingUpload]:
-        """The unfinished uploads below `path`; some stores (MinIO) tell only of those to exactly one key, and none here."""
-        bucket, _, prefix = self._strip_protocol(path).partition("/")
-        arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else "", "MaxUploads": 1000}
+        """The unfinished uploads below `path`."""
+        path = self._strip_protocol(path)
+        bucket, _, key = path.partition("/")
+        prefix = f"{key}/" if key else ""
+        found = self._uploads(path, bucket, prefix)
+        if found or not prefix:
+            return found
+        # MinIO takes a prefix for a whole key, and tells of all uploads without one.
+        # Source: https://github.com/minio/minio/issues/20989
+        try:
+            first = self._uploads(path, bucket, "", pages=1)
+        except AccessDeniedError:
+            return []
+        if not any(upload.path.startswith(f"{path}/") for upload in first):
+            return []
+        return [upload for upload in self._uploads(path, bucket, "") if upload.path.startswith(f"{path}/")]
+
+    def _uploads(self, path: str, bucket: str, prefix: str, *, pages: int | None = None) -> list[PendingUpload]:
+        arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "MaxUploads": 1000}
         found: list[PendingUpload] = []
         while True:
             answer = self._s3.request("list_multipart_uploads", path, **arguments)
-            for entry in answer.get("Uploads", []):
-                started = entry.get("Initiated")
-                found.append(
-                    PendingUpload(
-                        path=f"{bucket}/{entry['Key']}",
-                        upload_id=entry["UploadId"],
-                        started_s=None if started is None else started.timestamp(),
-                    )
-                )
-            if not answer.get("IsTruncated"):
-                return found
+            found += [_pending(bucket, entry) for entry in answer.get("Uploads", [])]
+            pages = None if pages is None else pages - 1
             markers = answer.get("NextKeyMarker", ""), answer.get("NextUploadIdMarker", "")
-            if markers == (arguments.get("KeyMarker"), arguments.get("UploadIdMarker")) or not markers[0]:
-                # A store that says "more" and does not say from where would be asked for ever.
+            asked = arguments.get("KeyMarker"), arguments.get("UploadIdMarker")
+            # A store that says "more" and does not say from where would be asked for ever.
+            if not answer.get("IsTruncated") or pages == 0 or not markers[0] or markers == asked:
                 return found
             arguments["KeyMarker"], arguments["UploadIdMarker"] = markers
 
@@ -126,6 +134,15 @@ class S3Buckets(Backend):
             raise
         except BackendError:
             return None
+
+
+def _pending(bucket: str, entry: dict[str, Any]) -> PendingUpload:
+    started = entry.get("Initiated")
+    return PendingUpload(
+        path=f"{bucket}/{entry['Key']}",
+        upload_id=entry["UploadId"],
+        started_s=None if started is None else started.timestamp(),
+    )
 
 
 def _versioning(answer: dict[str, Any] | None) -> Any:

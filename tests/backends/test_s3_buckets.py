@@ -72,6 +72,25 @@ def test_more_unfinished_uploads_than_one_page(
     assert [arguments.get("UploadIdMarker") for arguments in asked] == [None, "u1", "u2"]
 
 
+def test_a_store_that_takes_a_prefix_for_a_key(
+    make_store: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MinIO tells nothing of a prefix and everything of a bucket: what lies below the path is found all the same."""
+    from ckptmgr.backends.s3client import S3Client
+
+    store: Any = make_store("moto")
+    ask = S3Client.request
+
+    def request(self: S3Client, operation: str, path: str, /, **arguments: Any) -> dict[str, Any]:
+        return {} if arguments.get("Prefix") else ask(self, operation, path, **arguments)
+
+    ids = _begin(store, "run/a", "run/b", "runs/x")
+    monkeypatch.setattr(S3Client, "request", request)
+    fs, root = open_store(f"s3://{store.bucket}/run")
+    assert {upload.upload_id for upload in fs.list_uploads(root)} == {ids["run/a"], ids["run/b"]}
+    assert fs.list_uploads(f"{store.bucket}/other") == []
+
+
 def _entry(key: str, upload_id: str) -> dict[str, Any]:
     return {"Key": key, "UploadId": upload_id}
 

@@ -121,14 +121,14 @@ def test_create_only_is_not_relied_on(
 
 
 def test_encryption_and_storage_class(make_store: Callable[[str], Store], moto_server: MotoServer, file: Path) -> None:
-    """Whole files, files in parts and copies are kept as asked; records are encrypted, and stay in the bucket's own class."""
+    """Whole files, files in parts and copies are kept as asked; what is small is encrypted, and stays in the bucket's own class."""
     store: Any = make_store("moto")
     import boto3
 
     options = StoreOptions(sse="aws:kms", sse_key="key-of-the-test", storage_class="STANDARD_IA")
     bucket = store.bucket
     small = file.with_name("small")
-    small.write_bytes(b"s" * 1000)
+    small.write_bytes(b"s" * (128 << 10))
     fs = _backend(options, multipart_threshold=5 << 20, part_bytes=5 << 20)
     fs.put_file(str(file), f"{bucket}/parts")
     fs.put_file(str(small), f"{bucket}/whole")
@@ -183,3 +183,19 @@ def test_addressing(make_store: Callable[[str], Store], monkeypatch: pytest.Monk
     assert connection.addressing == "virtual"
     assert connection.profile is not None
     assert connection.profile.name == "oss-s3"
+
+
+def test_without_awscrt(
+    make_store: Callable[[str], Store], moto_server: MotoServer, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No CRC can be computed, so none is announced or sent; where the store does not compare the bytes with one, this machine does (I10)."""
+    from ckptmgr.core import checksums
+
+    store: Any = make_store("moto")
+    monkeypatch.setattr(checksums, "_crc64nvme", lambda: None)
+    options = StoreOptions(checksum="crc64nvme")
+    fs = _backend(options, multipart_threshold=5 << 20, part_bytes=5 << 20)
+    assert not fs._store_checks
+    fs.put_file(str(file), f"{store.bucket}/k")
+    assert store.server.raw_get(store.bucket, "k") == file.read_bytes()
+    assert not {name for name in _sent_checksums(moto_server) if name.endswith(("crc64nvme", "algorithm"))}
