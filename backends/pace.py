@@ -37,7 +37,7 @@ _MAX_BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES = 16 << 10
 #: A request that moved less than this many bytes per second ...
 TRICKLE_BYTES_S = 1024
-#: ... for so long, while others were at least so many times as fast, is cut.
+#: ... for so long is cut, if it is alone or others were at least so many times as fast.
 TRICKLE_S = 120.0
 _TRICKLE_FACTOR = 10
 
@@ -227,8 +227,8 @@ class Watch:
         """As `Pace.moved`.
 
         Raises:
-            BackendTimeoutError: for two minutes this request got less than 1 KiB/s, and the others that are under way at least ten times as
-                much each: it hangs on a bad connection, and a new one is likely to be better.
+            BackendTimeoutError: for two minutes this request got less than 1 KiB/s, and others that are under way, if any are, at least ten
+                times as much each: it hangs on a bad connection, and a new one is likely to be better.
         """
         self._pace.moved(count, *self._ends)
         self._own += count
@@ -236,12 +236,17 @@ class Watch:
         took_s = now - self._since
         if took_s < TRICKLE_S:
             return
-        rate = self._own / took_s
-        others = (self._pace._moved - self._all - self._own) / took_s / max(1, self._pace.used - 1)
-        if rate < TRICKLE_BYTES_S and others > _TRICKLE_FACTOR * max(1.0, rate):
-            raise BackendTimeoutError(
-                f"the connection trickles: {rate:.0f} B/s for {took_s:.0f} s, while others have {others:.0f} B/s"
-            )
+        pace, rate = self._pace, self._own / took_s
+        least = (
+            TRICKLE_BYTES_S
+            if pace.max_bytes_s is None
+            else min(TRICKLE_BYTES_S, pace.max_bytes_s / 4 / max(1, pace.used))
+        )
+        if rate < least:
+            others = (pace._moved - self._all - self._own) / took_s / max(1, pace.used - 1)
+            # Where all are as slow, a new connection would be no faster. One alone has nothing to lose.
+            if pace.used <= 1 or others > _TRICKLE_FACTOR * max(1.0, rate):
+                raise BackendTimeoutError(f"the connection trickles: {rate:.0f} bytes per second for {took_s:.0f} s")
         self._restart(now)
 
 

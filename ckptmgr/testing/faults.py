@@ -45,8 +45,8 @@ class Seen:
 class Fault:
     """Which requests fail, and how. Without a selector it is for every request.
 
-    Several effects combine, in this order: `latency_s`, `hold="before"`, `drop="before"`, `corrupt_request`, `status` (the
-    operation is *not* applied) or the operation itself, `hold="after"`, `drop="after"`, `corrupt`, `hold="body"`, `cut_body`.
+    Several effects combine, in this order: `latency_s`, `hold="before"`, `drop="before"`, `ignore_headers`, `corrupt_request`, `status` (the
+    operation is *not* applied) or the operation itself, `hold="after"`, `drop="after"`, `corrupt`, `hold="body"`, `cut_body`; or `trickle_bytes_s`.
 
     Attributes:
         method: only this method; None for all.
@@ -65,9 +65,12 @@ class Fault:
         hold: stop the request until `ActiveFault.release()`: "before" it is applied, "after" it was applied but nothing is
             answered, or in the middle of the answer's "body", as a stalled connection would.
         drop: reset the connection without an answer: "before" the operation is applied, or "after" (a lost acknowledgement).
+        ignore_headers: do as if these request headers (in lower case) had not been sent: a store, or a cache before it, that does not know "range".
         corrupt_request: flip one bit in the middle of the body that arrived, as a bad network card would.
         corrupt: flip one bit in the middle of the body that is sent, headers unchanged.
-        cut_body: send only that many bytes of the answer's body, then reset the connection.
+        cut_body: send only that many bytes of the answer's body, then reset the connection; the client may find even fewer.
+        cut_by: how `cut_body` ends the connection: by a "reset", or by its "end", after which all that was sent still arrives.
+        trickle_bytes_s: send the second half of the answer's body at that rate, without ever standing still, until `ActiveFault.release()`.
     """
 
     method: str | None = None
@@ -84,9 +87,12 @@ class Fault:
     latency_s: float = 0.0
     hold: HoldAt | None = None
     drop: When | None = None
+    ignore_headers: tuple[str, ...] = ()
     corrupt_request: bool = False
     corrupt: bool = False
     cut_body: int | None = None
+    cut_by: Literal["reset", "end"] = "reset"
+    trickle_bytes_s: float | None = None
 
     def wants(self, seen: Seen) -> bool:
         """Whether this fault is for the request, its counters aside."""

@@ -20,6 +20,8 @@ from ckptmgr.testing.faults import ActiveFault, Faults, Seen
 
 # A held request must not outlive a test that forgot to release it; the suite's own limit is above this.
 _HOLD_LIMIT_S = 120.0
+# How long a pause a trickling answer makes, at most.
+_TRICKLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,9 @@ class StoreApp(ABC):
             active.reached.set()
         if fault.drop == "before":
             raise ConnectionLost
+        if fault.ignore_headers:
+            kept = {name: value for name, value in request.headers.items() if name not in fault.ignore_headers}
+            request = replace(request, headers=kept)
         if fault.corrupt_request:
             request = replace(request, body=_flip_a_bit(request.body))
         if fault.status is not None:
@@ -200,9 +205,26 @@ class StoreApp(ABC):
         start_response(f"{reply.status} X", list(headers.items()))
         if bodiless:
             return [b""]
+        if active is not None and active.fault.trickle_bytes_s is not None:
+            return self._trickling_body(environ, reply.body, active, active.fault.trickle_bytes_s)
         if active is not None and (active.fault.cut_body is not None or active.fault.hold == "body"):
             return self._broken_body(environ, reply.body, active)
         return [reply.body]
+
+    def _trickling_body(
+        self, environ: dict[str, Any], body: bytes, active: ActiveFault, bytes_s: float
+    ) -> Iterator[bytes]:
+        at, step = len(body) // 2, max(1, int(bytes_s * _TRICKLE_S))
+        yield body[:at]
+        while at < len(body):
+            if not active.wait(step / bytes_s):
+                if self.closing.is_set():
+                    _reset(environ)
+                yield body[at : at + step]
+                at += step
+            else:
+                yield body[at:]
+                return
 
     def _broken_body(self, environ: dict[str, Any], body: bytes, active: ActiveFault) -> Iterator[bytes]:
         cut = active.fault.cut_body
@@ -214,7 +236,7 @@ class StoreApp(ABC):
             except ConnectionLost:
                 _reset(environ)
         if cut is not None:
-            _reset(environ)
+            _reset(environ, linger=active.fault.cut_by == "reset")
         yield body[middle:]
 
 
@@ -267,11 +289,12 @@ def _flip_a_bit(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
 
 
-def _reset(environ: dict[str, Any]) -> NoReturn:
+def _reset(environ: dict[str, Any], *, linger: bool = True) -> NoReturn:
     connection = environ.get("werkzeug.socket")
     if connection is not None:
         with contextlib.suppress(OSError):
-            # Linger on, zero seconds: the kernel sends RST instead of FIN, so the client cannot take it for an orderly end.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            if linger:
+                # Linger on, zero seconds: the kernel sends RST instead of FIN, so the client cannot take it for an orderly end.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.shutdown(socket.SHUT_RDWR)
     raise ConnectionResetError("the connection was reset on purpose")

@@ -477,6 +477,26 @@ def test_a_slow_link_is_not_taken_for_a_bad_connection(own: float, others: float
     assert trickle(Clock(), own, others) >= 600
 
 
+@pytest.mark.parametrize(("max_bytes_s", "is_cut"), [(None, True), (500.0, False)])
+def test_one_alone_that_trickles(max_bytes_s: float | None, is_cut: bool) -> None:
+    """There is nobody to compare it with, and little to lose; unless it is slow because it was told to be."""
+    clock = Clock()
+    pace = clock.pace(max_bytes_s=max_bytes_s)
+
+    def go_on() -> None:
+        with pace.slot():
+            watch = pace.watch()
+            while clock.now < 2000:
+                watch.moved(2000)
+                clock.now += max(0.0, 10.0 - 2000 / max_bytes_s) if max_bytes_s else 10.0
+
+    if not is_cut:
+        go_on()
+        return
+    with pytest.raises(BackendTimeoutError, match=r"2\d\d bytes per second for 120 s"):
+        go_on()
+
+
 def test_it_may_slow_down_later() -> None:
     """A request that was fast at first is judged by the last minutes, not by its mean."""
     clock = Clock()
@@ -485,10 +505,11 @@ def test_it_may_slow_down_later() -> None:
     watch.moved(1 << 30)
 
     def go_on() -> None:
-        while clock.now < 1600:
-            clock.now += 10
-            other.moved(1 << 20)
-            watch.moved(10)
+        with pace.slot(), pace.slot():
+            while clock.now < 1600:
+                clock.now += 10
+                other.moved(1 << 20)
+                watch.moved(10)
 
     with pytest.raises(BackendTimeoutError, match="trickles"):
         go_on()

@@ -106,6 +106,35 @@ class TestEffects:
         with pytest.raises(RESET):
             s3.get_object(Bucket=bucket_name, Key="a")["Body"].read()
 
+    def test_a_body_that_ends_too_early(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
+        """What was sent arrives, and then the connection ends."""
+        moto_server.raw_put(bucket_name, "a", b"0123456789" * 1000)
+        moto_server.faults.add(Fault(method="GET", cut_body=4000, cut_by="end"))
+        body = s3.get_object(Bucket=bucket_name, Key="a")["Body"]
+        assert body.read(4000) == b"0123456789" * 400
+        with pytest.raises(RESET):
+            body.read()
+
+    def test_a_trickling_body(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
+        """The first half comes at once, the rest in drops, and what is left when it is released."""
+        data = b"0123456789" * 1000
+        moto_server.raw_put(bucket_name, "a", data)
+        active = moto_server.faults.add(Fault(method="GET", trickle_bytes_s=1000))
+        body = s3.get_object(Bucket=bucket_name, Key="a")["Body"]
+        assert body.read(5000) == data[:5000]
+        started = time.monotonic()
+        assert body.read(100) == data[5000:5100]
+        assert 0.05 <= time.monotonic() - started < DEADLINE_S
+        active.release()
+        assert body.read() == data[5100:]
+
+    def test_a_header_that_the_store_does_not_know(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
+        """A range that is ignored is answered with the whole."""
+        moto_server.raw_put(bucket_name, "a", b"0123456789")
+        moto_server.faults.add(Fault(method="GET", ignore_headers=("range",)))
+        for expected in (b"0123456789", b"34"):
+            assert s3.get_object(Bucket=bucket_name, Key="a", Range="bytes=3-4")["Body"].read() == expected
+
     def test_a_body_damaged_on_the_way_out(self, moto_server: MotoServer, s3: Any, bucket_name: str) -> None:
         moto_server.raw_put(bucket_name, "a", b"0" * 100)
         moto_server.faults.add(Fault(method="GET", corrupt=True))
