@@ -49,7 +49,6 @@ class OSSBackend(ObjectStoreBackend):
     protocol = ("oss",)
     kind = "oss"
     crc_kind = "crc64xz"
-    capabilities = Capabilities(create_only=True, stored_crc="crc64xz", etags=True)
 
     def __init__(
         self,
@@ -59,17 +58,35 @@ class OSSBackend(ObjectStoreBackend):
         store_options: StoreOptions | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self.store_options = store_options or StoreOptions()
+        super().__init__(store_options=store_options, **options)
         self._oss: OssClient = client or Oss2Client(stall_s=stall_s, options=self.store_options)
         self._answers_crc = False
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        has_create_only = self.store_options.create_only != "no"
+        return Capabilities(create_only=has_create_only, etags=True, stored_crc="crc64xz")
+
+    def _is_new(self, path: str, mode: WriteMode) -> bool:
+        """Whether the store is to refuse to overwrite.
+
+        Raises:
+            ObjectExistsError: it is said not to, and the object is there: a second writer may still come between.
+        """
+        if mode != "create" or self.capabilities.create_only:
+            return mode == "create"
+        try:
+            self._head(path)
+        except ObjectNotFoundError:
+            return False
+        raise ObjectExistsError(f"oss://{path} exists already", backend="oss", operation="write", key=path)
 
     @property
     def _store_checks(self) -> bool:
         return self._answers_crc
 
     def _put(self, path: str, data: bytes | FileBody, crc: str | None, mode: WriteMode) -> Stored:
-        stored = self._oss.put(*split(path), data, create=mode == "create")
+        stored = self._oss.put(*split(path), data, create=self._is_new(path, mode))
         self._answers_crc = stored.crc is not None
         return stored
 
@@ -104,7 +121,7 @@ class OSSBackend(ObjectStoreBackend):
         self._oss.copy(*split(target), source=split(source))
 
     def _begin(self, path: str, mode: WriteMode) -> str:
-        return self._oss.begin(*split(path), create=mode == "create")
+        return self._oss.begin(*split(path), create=self._is_new(path, mode))
 
     def _send_part(self, path: str, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt:
         receipt = self._oss.send_part(*split(path), upload_id, part.number, body)
@@ -127,7 +144,7 @@ class OSSBackend(ObjectStoreBackend):
         )
 
     def _complete(self, path: str, upload_id: str, receipts: list[Receipt], crc: str | None, mode: WriteMode) -> Stored:
-        return self._oss.complete(*split(path), upload_id, receipts, create=mode == "create")
+        return self._oss.complete(*split(path), upload_id, receipts, create=self._is_new(path, mode))
 
     def _abort(self, path: str, upload_id: str) -> None:
         try:

@@ -200,7 +200,7 @@ class Oss2Client:
         self._signer.offset_s = offset_s
 
     def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored:
-        # What is small is not data: a manifest in an archive would be lost to everybody.
+        # What is small is held, and no FileBody: a manifest in an archive would be lost to everybody, and classes for seldom use charge small objects more.
         headers = _condition(create) | self._encryption | (self._storage_class if isinstance(data, FileBody) else {})
         return _stored(
             self._call("write", bucket, key, lambda handle: handle.put_object(key, data, headers=headers), data)
@@ -320,10 +320,12 @@ class _Incoming:
 def _encryption(options: StoreOptions) -> dict[str, str]:
     if options.sse is None:
         return {}
-    if options.sse not in _SSE:
+    # S3's word, for one environment that serves both.
+    mode = "KMS" if options.sse == "aws:kms" else options.sse
+    if mode not in _SSE:
         raise ConfigError(f"OSS has no encryption {options.sse!r}", hint=f"set CKPTMGR_SSE to one of {', '.join(_SSE)}")
     key = {"x-oss-server-side-encryption-key-id": options.sse_key} if options.sse_key else {}
-    return {"x-oss-server-side-encryption": options.sse, **key}
+    return {"x-oss-server-side-encryption": mode, **key}
 
 
 def _condition(create: bool) -> dict[str, str]:

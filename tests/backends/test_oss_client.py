@@ -18,7 +18,7 @@ from ckptmgr.backends.ossclient import Oss2Client
 from ckptmgr.backends.osscredentials import Keys, OssCredentials
 from ckptmgr.backends.ossendpoint import endpoint_of
 from ckptmgr.backends.osssigning import Signer, SignerV1
-from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, ConfigError
+from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, ConfigError, ObjectExistsError
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.server_store import ServerStore
 from ckptmgr.testing.servers import OssServer
@@ -295,7 +295,7 @@ def test_a_header_with_a_line_break_is_refused(oss: ServerStore) -> None:
 
 @pytest.fixture
 def with_options(oss: ServerStore) -> Callable[[StoreOptions], OSSBackend]:
-    return lambda options: OSSBackend(store_options=options, multipart_threshold=1 << 20, part_bytes=1 << 20)
+    return lambda options: OSSBackend(store_options=options, multipart_threshold=2 << 20, part_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +310,7 @@ def with_options(oss: ServerStore) -> Callable[[StoreOptions], OSSBackend]:
                 "x-oss-storage-class": "IA",
             },
         ),
+        (StoreOptions(sse="aws:kms"), {"x-oss-server-side-encryption": "KMS"}),
         (StoreOptions(), {"x-oss-server-side-encryption": None, "x-oss-storage-class": "Standard"}),
     ],
 )
@@ -323,10 +324,10 @@ def test_encryption_and_storage_class(
     """Files in one request, in parts, and copies; small records are encrypted too, and stay where everybody can read them."""
     backend = with_options(options)
     path = tmp_path / "f"
-    for size, key in ((1000, "small"), (2_500_000, "large")):
+    for size, key in ((1_500_000, "one"), (2_500_000, "parts")):
         path.write_bytes(b"x" * size)
         backend.put_file(str(path), oss.at(key))
-    backend.cp_file(oss.at("small"), oss.at("copy"))
+    backend.cp_file(oss.at("one"), oss.at("copy"))
     backend.pipe_file(oss.at("record"), b"{}")
     handle = oss2.Bucket(
         oss2.AuthV4(oss.server.identities[0].access_key, oss.server.identities[0].secret_key),
@@ -334,7 +335,7 @@ def test_encryption_and_storage_class(
         oss.bucket,
         region="cn-hangzhou",
     )
-    for key in ("small", "large", "copy"):
+    for key in ("one", "parts", "copy"):
         headers = handle.head_object(key).headers
         assert {name: headers.get(name) for name in expected} == expected, key
         assert backend.cat_file(oss.at(key))[:1] == b"x"
@@ -345,5 +346,24 @@ def test_encryption_and_storage_class(
 
 def test_encryption_that_oss_does_not_have(with_options: Callable[[StoreOptions], OSSBackend]) -> None:
     """Refused before anything is sent."""
-    with pytest.raises(ConfigError, match=r"'aws:kms'.*CKPTMGR_SSE"):
-        with_options(StoreOptions(sse="aws:kms"))
+    with pytest.raises(ConfigError, match=r"'aws:kms:dsse'.*CKPTMGR_SSE"):
+        with_options(StoreOptions(sse="aws:kms:dsse"))
+
+
+def test_a_store_that_is_said_to_have_no_create_only(
+    oss: ServerStore, with_options: Callable[[StoreOptions], OSSBackend], tmp_path: Any
+) -> None:
+    """The condition is left out, and what is there is looked for; that is all one can do."""
+    backend = with_options(StoreOptions(create_only="no"))
+    assert not backend.capabilities.create_only
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 2_500_000)
+    writes: tuple[Callable[[], None], ...] = (
+        lambda: backend.pipe_file(oss.at("small"), b"1", mode="create"),
+        lambda: backend.put_file(str(path), oss.at("large"), mode="create"),
+    )
+    for write in writes:
+        write()
+        with pytest.raises(ObjectExistsError):
+            write()
+    assert not any("x-oss-forbid-overwrite" in each.headers for each in oss.server.log)
