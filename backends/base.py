@@ -131,6 +131,11 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         """Requests that were made again so far, after a failure that could pass."""
         return 0
 
+    @property
+    def concurrency(self) -> int:
+        """How many requests are worth making side by side; 1 where they only get in each other's way."""
+        return 8
+
     @abstractmethod
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         """Store `value` at `path` in one request, all or nothing; for small objects (manifests, records).

@@ -27,6 +27,7 @@ class LocalBackend(Backend):
     protocol = ("file", "local")
     kind = "file"
     capabilities = Capabilities(create_only=True, stored_crc=None, is_local=True)
+    concurrency = 1
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:

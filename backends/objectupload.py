@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptmgr.backends.base import WriteMode
+from ckptmgr.backends.base import CrcKind, WriteMode
 from ckptmgr.backends.body import BodyDigest, FileBody
-from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.localfile import SourceFile, SourcePass
 from ckptmgr.backends.objectrequests import DamagedInTransitError, ObjectRequests, Stored
 from ckptmgr.backends.parts import Part, Receipt
 from ckptmgr.backends.partupload import UploadGoneError
 from ckptmgr.backends.retry import Retrier
-from ckptmgr.core.checksums import CrcFunction, Digests, crc_function
+from ckptmgr.core.checksums import CrcFunction, crc_function
 from ckptmgr.core.errors import (
     BackendError,
     ObjectNotFoundError,
@@ -20,6 +20,9 @@ from ckptmgr.core.errors import (
 )
 
 T = TypeVar("T")
+
+# Up to this size a file is read once, and sent from memory.
+_HELD_BYTES = 1 << 20
 
 # The store has joined the parts, and the whole is not what was sent.
 _DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch"}
@@ -41,24 +44,43 @@ class ObjectUploads(ObjectRequests):
     def _put_whole(
         self, source: SourceFile, path: str, mode: WriteMode, progress: Callable[[int], object] | None
     ) -> None:
-        """Store all of `source` at `path` in one request; it is read twice, in blocks."""
-        seen, crc = 0, self._crc_function()
-        for block in source.digest_blocks(0, source.size):
-            seen = crc(block, seen)
-        digests = source.finish()
+        """Store all of `source` at `path` in one request. A small file is read once and held; of another, a block at a time, twice."""
+        kind, crc = self._known_crc()
+        reading = SourcePass(source, kind, crc)
+        held = bytearray()
+        reading.crc_of(source.size, held.extend if source.size <= _HELD_BYTES else None)
+        known = reading.finish()
+        stores_crc = known if kind == self.crc_kind else None
+        if source.size <= _HELD_BYTES:
+            answer = self._put(path, bytes(held), stores_crc, mode)
+            if progress is not None:
+                progress(source.size)
+        else:
+            answer = self._put_body(source, path, mode, progress, known, stores_crc)
+        self._confirm(path, source.size, stores_crc, answer)
+
+    def _put_body(
+        self,
+        source: SourceFile,
+        path: str,
+        mode: WriteMode,
+        progress: Callable[[int], object] | None,
+        known: str,
+        stores_crc: str | None,
+    ) -> Stored:
+        _, crc = self._known_crc()
         body = FileBody(source, 0, source.size, crc=crc, told=progress, pace=self._retrier.pace)
         if not self._store_checks:
             body.watch()
         try:
-            with self._retrier.slot():
-                answer = self._put(path, body if source.size else b"", self._crc_in(digests), mode)
+            answer = self._put(path, body, stores_crc, mode)
         except BackendError as error:
             body.check(error)
             raise
-        if body.sent_crc not in (None, f"{seen:016x}"):
+        if body.sent_crc not in (None, known):
             self.rm_file(path)
             raise source.changed(_BETWEEN)
-        self._confirm(path, source.size, self._crc_in(digests), answer)
+        return answer
 
     def _confirm(self, path: str, size: int, crc: str | None, answer: Stored) -> None:
         """Check that the store holds what was sent; damaged bytes are removed."""
@@ -81,11 +103,14 @@ class ObjectUploads(ObjectRequests):
         facts = {"backend": self.kind, "operation": "write", "key": path}
         return DamagedInTransitError(text, expected=expected, actual=actual, **facts)
 
-    def _crc_function(self) -> CrcFunction:
-        """That of the store's kind, or one that this machine can compute."""
-        crc = crc_function(self.crc_kind) or crc_function("crc64xz")
-        assert crc is not None
-        return crc
+    def _known_crc(self) -> tuple[CrcKind, CrcFunction]:
+        """The CRC of the store's kind, or one that this machine can compute."""
+        crc = crc_function(self.crc_kind)
+        if crc is not None:
+            return self.crc_kind, crc
+        other = crc_function("crc64xz")
+        assert other is not None
+        return "crc64xz", other
 
     def _head(self, path: str) -> Stored:
         """What the store says about an object."""
@@ -99,8 +124,8 @@ class ObjectUpload:
     """The `PartSender` of one key."""
 
     def __init__(self, requests: ObjectUploads, path: str, mode: WriteMode, retrier: Retrier) -> None:
-        self.crc = requests._crc_function()
-        self.is_stores_crc = crc_function(requests.crc_kind) is not None
+        self.crc_kind, self.crc = requests._known_crc()
+        self.is_stores_crc = self.crc_kind == requests.crc_kind
         self._requests = requests
         self._path = path
         self._mode: WriteMode = mode
@@ -120,9 +145,8 @@ class ObjectUpload:
             raise body.source.changed(_BETWEEN)
         return receipt
 
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
+    def finish(self, upload_id: str, receipts: list[Receipt], size: int, crc: str | None) -> None:
         requests, path = self._requests, self._path
-        crc = requests._crc_in(digests)
         tries = 0
 
         def complete() -> Stored | BackendError:
@@ -133,7 +157,7 @@ class ObjectUpload:
             except BackendError as error:
                 # An earlier try may have been applied and its answer lost: the upload has become the object, and stores
                 # answer differently to completing it again (success, no such upload, the object exists).
-                if tries > 1 and self.is_complete(digests):
+                if tries > 1 and self.is_complete(size, crc):
                     return Stored(etag="")
                 # These parts will never amount to anything else: tried again, it is with new ones.
                 code = getattr(error, "code", "")
@@ -148,15 +172,14 @@ class ObjectUpload:
         answer = self._retrier(f"complete {requests._url(path)}", complete)
         if isinstance(answer, BackendError):
             raise answer
-        requests._confirm(path, digests.size, crc, answer)
+        requests._confirm(path, size, crc, answer)
 
-    def is_complete(self, digests: Digests) -> bool:
-        crc = self._requests._crc_in(digests)
+    def is_complete(self, size: int, crc: str | None) -> bool:
         try:
             stored = self._requests._head(self._path)
         except ObjectNotFoundError:
             return False
-        return stored.size == digests.size and crc is not None and stored.crc == crc
+        return stored.size == size and crc is not None and stored.crc == crc
 
     def abort(self, upload_id: str) -> None:
         self._requests._abort(self._path, upload_id)

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
+from ckptmgr.backends.base import CrcKind
 from ckptmgr.backends.body import BodyCutError, BodyDigest, FileBody
-from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.localfile import SourceFile, SourcePass
 from ckptmgr.backends.parts import Part, PartJournal, PartPlan, Receipt
 from ckptmgr.backends.retry import Retrier
-from ckptmgr.core.checksums import CrcFunction, Digests
+from ckptmgr.core.checksums import CrcFunction
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -40,10 +41,12 @@ class PartSender(Protocol):
     """The calls of a multipart upload to one key. `send` is called from several threads.
 
     Attributes:
-        crc: goes on with the CRC that parts are proven by: of the store's kind, if this machine can compute it.
-        is_stores_crc: whether it is of that kind.
+        crc_kind: the CRC that parts are proven by: of the store's kind, if this machine can compute it.
+        crc: goes on with it.
+        is_stores_crc: whether it is of the store's kind.
     """
 
+    crc_kind: CrcKind
     crc: CrcFunction
     is_stores_crc: bool
 
@@ -53,14 +56,14 @@ class PartSender(Protocol):
     def stored(self, upload_id: str) -> list[Receipt] | None:
         """The parts that the store holds; None if it does not know the upload (any more)."""
 
-    def is_complete(self, digests: Digests) -> bool:
-        """Whether the object is there and the store vouches that it is these bytes."""
+    def is_complete(self, size: int, crc: str | None) -> bool:
+        """Whether the object is there and the store vouches that it has this size and this CRC of its kind."""
 
     def send(self, upload_id: str, part: Part, body: FileBody, digest: BodyDigest) -> Receipt | None:
         """Store one part; sent again it replaces the earlier one. None if the store does not know the upload (any more)."""
 
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
-        """Make the object visible, all parts at once, and check that the store holds `digests`."""
+    def finish(self, upload_id: str, receipts: list[Receipt], size: int, crc: str | None) -> None:
+        """Make the object visible, all parts at once, and check that the store holds so many bytes, with this CRC of its kind if one is known."""
 
     def abort(self, upload_id: str) -> None:
         """Throw the parts away."""
@@ -80,10 +83,10 @@ def upload_parts(
     workers: int = 4,
     progress: Callable[[int], object] | None = None,
     journal: PartJournal | None = None,
-) -> Digests:
+) -> None:
     """Upload `source` in the parts of `plan`; the object becomes visible at the end or not at all.
 
-    The file is digested once, in order, by the calling thread; the parts are read again while they are sent, `workers` at a time, in blocks.
+    The file is read once, in order, by the calling thread, for its CRC; the parts are read again while they are sent, `workers` at a time, in blocks.
 
     Args:
         progress: called by the calling thread with the number of bytes sent since the last call, several times a second, also with 0. Bytes
@@ -93,7 +96,7 @@ def upload_parts(
     Raises:
         SourceChangedError: the file is not, or no longer, what was described; nothing became visible, the parts are dropped.
     """
-    return _PartUpload(source, plan, sender, what, retrier, workers, progress, journal).run()
+    _PartUpload(source, plan, sender, what, retrier, workers, progress, journal).run()
 
 
 class _PartUpload:
@@ -109,6 +112,7 @@ class _PartUpload:
         journal: PartJournal | None,
     ) -> None:
         self._source = source
+        self._reading = SourcePass(source, sender.crc_kind, sender.crc)
         self._plan = plan
         self._sender = sender
         self._what = what
@@ -126,20 +130,21 @@ class _PartUpload:
         # The store does not know the upload of the journal; and: all parts are sent.
         self._is_forgotten = self._finishing = False
 
-    def run(self) -> Digests:
+    def run(self) -> None:
         upload_id, stored = self._take_up()
-        expected = self._source.expected
-        if self._is_forgotten and expected is not None and self._sender.is_complete(expected):
+        expected = None if self._source.expected is None else getattr(self._source.expected, self._sender.crc_kind)
+        if self._is_forgotten and expected is not None and self._is_complete(expected):
             # Completed by an earlier try whose answer was lost, or which was killed before it could say so.
             self._end()
-            return expected
+            return
         if upload_id is None:
             upload_id = self._begin()
         try:
             self._send_all(upload_id, stored)
-            digests = self._source.finish()
+            crc = self._reading.finish()
             self._finishing = True
-            self._sender.finish(upload_id, sorted(self._receipts, key=lambda receipt: receipt.number), digests)
+            receipts = sorted(self._receipts, key=lambda receipt: receipt.number)
+            self._sender.finish(upload_id, receipts, self._source.size, crc if self._sender.is_stores_crc else None)
         except BaseException as error:
             if self._journal is None or self._is_lost(error):
                 self._abandon(upload_id)
@@ -147,7 +152,9 @@ class _PartUpload:
                 log.info("the parts of %s that were sent are kept for the next try (upload %s)", self._what, upload_id)
             raise
         self._end()
-        return digests
+
+    def _is_complete(self, crc: str) -> bool:
+        return self._sender.is_stores_crc and self._sender.is_complete(self._source.size, crc)
 
     # --- beginning and ending ---------------------------------------------------------------------------------------------
 
@@ -239,14 +246,19 @@ class _PartUpload:
             raise
         pool.shutdown()
 
+    def _body(self, part: Part) -> FileBody:
+        pace = self._retry.pace
+        return FileBody(self._source, part.offset, part.length, crc=self._sender.crc, cut=self._cut, pace=pace)
+
     def _digest(self, part: Part, *, md5: bool) -> BodyDigest:
-        value, sums = 0, hashlib.md5(usedforsecurity=False) if md5 else None
-        for block in self._source.digest_blocks(part.offset, part.length):
-            value = self._sender.crc(block, value)
+        sums = hashlib.md5(usedforsecurity=False) if md5 else None
+
+        def see(block: memoryview) -> None:
             if sums is not None:
                 sums.update(block)
             self._tell()
-        seen = f"{value:016x}"
+
+        seen = f"{self._reading.crc_of(part.length, see):016x}"
         crc = seen if self._sender.is_stores_crc else None
         return BodyDigest(crc=crc, seen=seen, md5=sums.hexdigest() if sums is not None else None)
 

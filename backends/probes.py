@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.body import BodyDigest, FileBody
-from ckptmgr.backends.localfile import SourceFile
+from ckptmgr.backends.localfile import SourceFile, SourcePass
 from ckptmgr.backends.objectstore import ObjectStoreBackend
 from ckptmgr.backends.objectupload import ObjectUpload
 from ckptmgr.backends.parts import Part, Receipt
@@ -120,16 +120,17 @@ def try_parts(store: ObjectStoreBackend, file: Path, path: str, *, part_bytes: i
     """
     sender = ObjectUpload(store, path, "overwrite", Retrier(RetryPolicy(attempts=1)))
     with SourceFile(file) as source:
+        reading = SourcePass(source, sender.crc_kind, sender.crc)
         upload_id = sender.begin()
         try:
             parts = (
                 Part(number=1, offset=0, length=part_bytes),
                 Part(number=2, offset=part_bytes, length=source.size - part_bytes),
             )
-            receipts = [_send(sender, upload_id, part, source) for part in parts]
+            receipts = [_send(sender, upload_id, part, source, reading) for part in parts]
             listed = sender.stored(upload_id) or []
-            digests = source.finish()
-            sender.finish(upload_id, receipts, digests)
+            crc = reading.finish() if sender.is_stores_crc else None
+            sender.finish(upload_id, receipts, source.size, crc)
         except BaseException:
             with contextlib.suppress(BackendError):
                 sender.abort(upload_id)
@@ -138,14 +139,11 @@ def try_parts(store: ObjectStoreBackend, file: Path, path: str, *, part_bytes: i
     are_listed = [(receipt.number, receipt.size) for receipt in listed] == [
         (part.number, part.length) for part in parts
     ]
-    return PartsTried(are_listed=are_listed, crc=stored.crc, is_right=stored.crc == store._crc_in(digests))
+    return PartsTried(are_listed=are_listed, crc=stored.crc, is_right=stored.crc == crc)
 
 
-def _send(sender: ObjectUpload, upload_id: str, part: Part, source: SourceFile) -> Receipt:
-    seen = 0
-    for block in source.digest_blocks(part.offset, part.length):
-        seen = sender.crc(block, seen)
-    crc = f"{seen:016x}"
+def _send(sender: ObjectUpload, upload_id: str, part: Part, source: SourceFile, reading: SourcePass) -> Receipt:
+    crc = f"{reading.crc_of(part.length):016x}"
     digest = BodyDigest(crc=crc if sender.is_stores_crc else None, seen=crc)
     receipt = sender.send(upload_id, part, FileBody(source, part.offset, part.length, crc=sender.crc), digest)
     if receipt is None:

@@ -42,6 +42,10 @@ class WrappedBackend(Backend):
     def retries(self) -> int:
         return self.inner.retries
 
+    @property
+    def concurrency(self) -> int:
+        return self.inner.concurrency
+
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         return self._around("pipe_file", path, lambda: self.inner.pipe_file(path, value, mode, **kwargs))
 

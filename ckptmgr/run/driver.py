@@ -116,11 +116,8 @@ class StoreDriver:
                 return self._record(operation) if self._record is not None else None
 
     def _together(self, parts: Sequence[tuple[int, Generator[Operation, Any, None]]]) -> None:
-        if self._run.fs.capabilities.is_local or len(parts) < 2:
-            for _, part in parts:  # a disk does not get faster
-                drive(part, self)
-        else:
-            together([(size, partial(drive, part, self)) for size, part in parts], self._moved)
+        work = [(size, partial(drive, part, self)) for size, part in parts]
+        together(work, self._moved, most=self._run.fs.concurrency)
 
     def _create(self, key: str, body: bytes) -> None:
         """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe.

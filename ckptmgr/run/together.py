@@ -64,15 +64,22 @@ class Moved:
         self._ended = True
 
 
-def together(work: Sequence[tuple[int, Callable[[], object]]], moved: Moved) -> None:
+def together(work: Sequence[tuple[int, Callable[[], object]]], moved: Moved, *, most: int) -> None:
     """Do each piece of `work`, given with the bytes that it moves: small ones many at a time, large ones few, in the order given.
+
+    Args:
+        most: pieces at a time; 1 does one after the other, in this thread.
 
     Returns when all threads have ended, but for those of an interrupted program.
 
     Raises:
         BaseException: the first that a piece, or the telling, raised; pieces that had not begun are not, the others end at their next block.
     """
-    crew = _Crew(work, moved)
+    if most < 2 or len(work) < 2:
+        for _, call in work:
+            call()
+        return
+    crew = _Crew(work, moved, most)
     try:
         crew.wait()
     except BaseException as error:
@@ -83,7 +90,7 @@ def together(work: Sequence[tuple[int, Callable[[], object]]], moved: Moved) -> 
 
 
 class _Crew:
-    def __init__(self, work: Sequence[tuple[int, Callable[[], object]]], moved: Moved) -> None:
+    def __init__(self, work: Sequence[tuple[int, Callable[[], object]]], moved: Moved, most: int) -> None:
         self.error: BaseException | None = None
         self._moved = moved
         self._large = deque(call for size, call in work if size > LARGE_BYTES)
@@ -92,7 +99,7 @@ class _Crew:
         jobs: list[tuple[deque[Callable[[], object]], ...]] = [(self._large, self._small)] * min(
             LARGE_FILES, len(self._large)
         )
-        jobs += [(self._small,)] * min(SMALL_FILES, len(self._small))
+        jobs += [(self._small,)] * min(SMALL_FILES, most, len(self._small))
         self._threads: list[threading.Thread] = []
         for queues in jobs:
             thread = threading.Thread(target=self._do, args=queues, name="ckptmgr-file")

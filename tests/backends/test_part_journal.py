@@ -303,8 +303,8 @@ class LossySender(MemorySender):
             raise
         return receipt
 
-    def finish(self, upload_id: str, receipts: list[Receipt], digests: Digests) -> None:
-        super().finish(upload_id, receipts, digests)
+    def finish(self, upload_id: str, receipts: list[Receipt], size: int, crc: str | None) -> None:
+        super().finish(upload_id, receipts, size, crc)
         self.fail("finished", 0)
 
 

@@ -160,6 +160,7 @@ def test_a_source_written_to_between_digest_and_sending(
         watch(body)
 
     monkeypatch.setattr(FileBody, "watch", change)
+    monkeypatch.setattr("ckptmgr.backends.objectupload._HELD_BYTES", 100)
     journal = MemoryJournal()
     with pytest.raises(SourceChangedError, match="between being digested and being sent"):
         backend.put_file(str(source), s3.at("k"), parts=journal)
