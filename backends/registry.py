@@ -12,6 +12,7 @@ import fsspec
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.options import StoreOptions
+from ckptmgr.backends.pace import pace_for
 from ckptmgr.backends.retry import INTERACTIVE, Retrier, RetryingBackend, RetryPolicy
 from ckptmgr.core.errors import ConfigError, MissingExtraError
 
@@ -44,8 +45,9 @@ def open_store(
         MissingExtraError: the scheme needs a package that is not installed.
     """
     scheme, path = _split(url)
-    retrier = Retrier(policy if retry else RetryPolicy(attempts=1), stop=stop)
-    backend = _backend(scheme, retrier, StoreOptions.from_env() if options is None else options)
+    options = StoreOptions.from_env() if options is None else options
+    retrier = Retrier(policy if retry else RetryPolicy(attempts=1), pace=pace_for(options), stop=stop)
+    backend = _backend(scheme, retrier, options)
     # As the filesystem itself writes its paths, so that what it lists begins with this one (memory:// has a leading slash).
     path = backend._strip_protocol(path)
     return (RetryingBackend(backend, retrier) if retry else backend), path

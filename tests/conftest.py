@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptmgr.backends import pace
 from ckptmgr.testing.identities import ADMIN
 
 if TYPE_CHECKING:
@@ -124,6 +125,12 @@ def _no_faults_left() -> Iterator[None]:
     yield
     for server in _with_faults:
         server.reset()
+
+
+@pytest.fixture(autouse=True)
+def _full_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that asked for fewer requests in one test does not slow down the next."""
+    monkeypatch.setattr(pace, "_paces", {})
 
 
 @pytest.fixture

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptmgr.backends.objectstore import ObjectStoreBackend
+from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.pace import CONCURRENCY, TRICKLE_S, Pace, pace_for
-from ckptmgr.backends.retry import Retrier, RetryPolicy
+from ckptmgr.backends.registry import open_store
+from ckptmgr.backends.retry import Retrier, RetryingBackend, RetryPolicy
 from ckptmgr.core.errors import BackendTimeoutError, ConfigError, ThrottledError, TransientBackendError
 
 DEADLINE_S = 30.0
@@ -533,3 +536,22 @@ def test_equal_limits_share_one_pace() -> None:
         lambda: pace_for(options(7, None)),
     ]
     assert all(make() is not one for make in others)
+
+
+def test_stores_opened_alike_share_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores of one process, of whatever kind, opened by the same variables, keep to one concurrency and one bandwidth."""
+    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "3")
+    monkeypatch.setenv("CKPTMGR_BANDWIDTH", "10M")
+
+    def pace_of(url: str, **options: object) -> Pace:
+        backend, _ = open_store(url, **options)  # type: ignore[arg-type]
+        assert isinstance(backend, RetryingBackend)
+        assert isinstance(backend.inner, ObjectStoreBackend)
+        assert backend.inner._retrier is backend.retrier
+        return backend.retrier.pace
+
+    one = pace_of("s3://bucket/a")
+    assert (one.concurrency, one.max_bytes_s) == (3, 10 << 20)
+    assert pace_of("s3://other/b") is one
+    assert pace_of("oss://bucket/c") is one
+    assert pace_of("s3://bucket/a", options=StoreOptions(concurrency=4)) is not one
