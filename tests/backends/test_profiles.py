@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -88,3 +91,16 @@ def test_recognised_by_its_server_header() -> None:
     assert recognised("s3", "nginx") is None
     assert recognised("s3", None) is None
     assert recognised("oss", "MinIO") is None
+
+
+def test_every_profile_and_option_is_documented() -> None:
+    """`docs/stores.md` has a row for each profile, all their sources, and each variable; what it calls tested is what the code does."""
+    page = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    for profile in PROFILES:
+        assert ("**yes**" in rows[profile.name]) == profile.tested, profile.name
+        if profile.name != "oss-other":
+            assert not [source for source in profile.sources if source.startswith("https") and source not in page]
+    names = set(re.findall("CKPTMGR_[A-Z0-9_]+", inspect.getsource(StoreOptions.from_env)))
+    assert len(names) == 12
+    assert not [name for name in names if name not in rows]
