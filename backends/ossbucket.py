@@ -50,7 +50,8 @@ class Bucket(oss2.Bucket):  # type: ignore[misc, unused-ignore]
         """
         params = {"uploadId": upload_id, "max-parts": "1000"}
         receipts: list[Receipt] = []
-        for root in self._documents(key, params, {"part-number-marker": "NextPartNumberMarker"}):
+        markers = {"part-number-marker": "NextPartNumberMarker"}
+        for root in self._documents("ListPartsResult", key, params, markers):
             receipts += [_receipt(part) for part in root.findall("Part")]
         return receipts
 
@@ -59,7 +60,7 @@ class Bucket(oss2.Bucket):  # type: ignore[misc, unused-ignore]
         params = {"uploads": "", "prefix": prefix, "max-uploads": "1000", "encoding-type": "url"}
         markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
         found: list[PendingUpload] = []
-        for root in self._documents("", params, markers):
+        for root in self._documents("ListMultipartUploadsResult", "", params, markers):
             found += [
                 PendingUpload(
                     path=f"{self.bucket_name}/{unquote(_text(upload, 'Key'))}",
@@ -75,18 +76,26 @@ class Bucket(oss2.Bucket):  # type: ignore[misc, unused-ignore]
 
         Source: https://www.alibabacloud.com/help/en/oss/developer-reference/getbucketlifecycle
         """
-        (root,) = self._documents("", {"lifecycle": ""}, {})
+        (root,) = self._documents("LifecycleConfiguration", "", {"lifecycle": ""}, {})
         return [_rule(rule) for rule in root.findall("Rule") if _text(rule, "Status") == "Enabled"]
 
-    def _documents(self, key: str, params: dict[str, str], markers: dict[str, str]) -> Iterator[ET.Element]:
+    def versioning(self) -> str:
+        """ "Enabled", "Suspended", or "" where there never was any."""
+        (root,) = self._documents("VersioningConfiguration", "", {"versioning": ""}, {})
+        return _text(root, "Status")
+
+    def _documents(self, kind: str, key: str, params: dict[str, str], markers: dict[str, str]) -> Iterator[ET.Element]:
         """The answers to a GET, page after page.
 
         Args:
+            kind: of the documents; another one is not OSS's, and must not be taken for an empty one.
             markers: parameters that say where a page begins, and the elements of the one before that hold them.
         """
         params = dict(params)
         while True:
             root = ET.fromstring(self._do("GET", self.bucket_name, key, params=params).read())
+            if root.tag != kind:
+                raise ET.ParseError(f"<{root.tag}> instead of <{kind}>")
             yield root
             begins = {name: unquote(_text(root, element)) for name, element in markers.items()}
             # A store that says "more" without saying from where would be asked for ever.

@@ -293,9 +293,7 @@ class Oss2Client:
         return self._call("list the uploads to", bucket, prefix, lambda handle: handle.pending_uploads(prefix))
 
     def versioning(self, bucket: str) -> str:
-        return self._call(
-            "ask for the versioning of", bucket, "", lambda handle: handle.get_bucket_versioning().status or ""
-        )
+        return self._call("ask for the versioning of", bucket, "", lambda handle: handle.versioning())
 
     def lifecycle(self, bucket: str) -> list[LifecycleRule]:
         return self._call("ask for the lifecycle of", bucket, "", lambda handle: handle.lifecycle_rules())

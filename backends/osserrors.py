@@ -41,6 +41,7 @@ _EXPIRED_HINT = "renew the STS credentials (OSS_SESSION_TOKEN)"
 # A clock that is not further off than that has nothing to do with a refusal at 15 minutes.
 _HELD_BACK_S = 600.0
 _NETWORK = (requests.RequestException, urllib3.exceptions.HTTPError, OSError, http.HttpError)
+_READERS = ("oss2.xml_utils", "oss2.models", "oss2.utils", "ckptmgr.backends.ossbucket")
 _ENDPOINT_HINT = "set OSS_ENDPOINT and OSS_REGION to the bucket's region"
 
 _CODES: dict[str, Meaning] = {
@@ -81,6 +82,10 @@ def oss_errors(operation: str, path: str, endpoint: str, *, now: Callable[[], fl
         raise
     except (ox.OssError, *_NETWORK, ET.ParseError) as error:
         raise translate(error, operation, path, endpoint, now_s=now()) from error
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if not _is_about_an_answer(error):
+            raise
+        raise translate(ET.ParseError(str(error)), operation, path, endpoint) from error
 
 
 def translate(
@@ -123,6 +128,15 @@ def translate(
     return BackendTimeoutError(f"{what}: the connection to {endpoint} broke: {error}", **facts)
 
 
+def _is_about_an_answer(error: Exception) -> bool:
+    """Whether reading an answer failed: oss2 expects what it looks for to be there, and to be what it should."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return where in _READERS
+
+
 def _never_connected(error: Exception) -> bool:
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return isinstance(error, requests.exceptions.ConnectionError) and isinstance(
@@ -152,7 +166,8 @@ def _from_answer(error: Any, what: str, facts: dict[str, Any], now_s: float | No
         facts["skew_s"] = skew_s
     else:
         text = f"{what}: {error.code or error.status}{f': {error.message}' if error.message else ''}"
-        if "signing region" in error.message:
+        if "signing region" in error.message or error.details.get("Endpoint"):
+            # In the second case OSS says which.
             hint = _ENDPOINT_HINT
     if issubclass(kind, TransientBackendError):
         facts["retry_after_s"] = retry_after_s(error.headers)

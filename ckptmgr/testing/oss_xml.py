@@ -13,6 +13,13 @@ from xml.sax.saxutils import escape
 STORAGE_CLASSES = {"STANDARD": "Standard", "STANDARD_IA": "IA", "GLACIER": "Archive", "DEEP_ARCHIVE": "ColdArchive"}
 S3_STORAGE_CLASSES = {oss: s3 for s3, oss in STORAGE_CLASSES.items()}
 
+# What moto calls what S3, and OSS, call otherwise.
+_ROOTS = {
+    "GetBucketVersioningOutput": "VersioningConfiguration",
+    "GetBucketVersioningResponse": "VersioningConfiguration",
+    "ListPartsResponse": "ListPartsResult",
+}
+
 _DECLARATION = '<?xml version="1.0" encoding="UTF-8"?>\n'
 _NAMESPACE = re.compile(rb'\s+xmlns="[^"]*"')
 
@@ -58,6 +65,7 @@ def from_s3(document: bytes, *, is_v1_list: bool = False) -> bytes:
         is_v1_list: the call was GetBucket (ListObjects): its marker is the last name, not a token.
     """
     root = ET.fromstring(without_namespace(document))
+    root.tag = _ROOTS.get(root.tag, root.tag)
     for element in root.iter("StorageClass"):
         element.text = STORAGE_CLASSES.get(element.text or "", element.text)
     for element in root.iter("ETag"):
@@ -126,7 +134,6 @@ def list_uploads(uploads: Iterable[Upload], *, after: tuple[str, str], limit: in
 def with_crcs(document: bytes, crcs: Mapping[int, str]) -> bytes:
     """A ListParts answer with the CRC of each part, by its number."""
     root = ET.fromstring(without_namespace(document))
-    root.tag = "ListPartsResult"
     for part in root.iter("Part"):
         ET.SubElement(part, "HashCrc64ecma").text = crcs[int(part.findtext("PartNumber") or 0)]
     return _DECLARATION.encode() + _bytes(root)

@@ -22,7 +22,6 @@ from ckptmgr.backends.oss import OSSBackend
 from ckptmgr.backends.retry import Retrier, RetryPolicy
 from ckptmgr.core.errors import (
     AccessDeniedError,
-    BackendError,
     BucketNotFoundError,
     ObjectExistsError,
     PermanentBackendError,
@@ -482,14 +481,32 @@ def test_archived_objects_are_named(oss: ServerStore, tmp_path: Path) -> None:
     assert backend.stored_crc(oss.at("k")) == ("crc64xz", f"{fastcrc.crc64.xz(b'1'):016x}")
 
 
-def test_an_answer_that_is_none(oss: ServerStore) -> None:
-    """A portal's page in place of a listing is trouble on the way, not an empty store."""
-    page = Fault(status=200, document=b"<html><p>log in</html>", times=None)
-    with oss.server.faults.injected(page):
+@pytest.mark.parametrize("page", [b"<html><p>log in</html>", b"<html><p>log in</p></html>", b"log in", b""])
+def test_an_answer_that_is_none(oss: ServerStore, page: bytes) -> None:
+    """A portal's page in place of an answer is trouble on the way, not an empty store (I7)."""
+    oss.server.raw_put(oss.bucket, "k", b"1")
+    backend = backend_of()
+    with oss.server.faults.injected(Fault(status=200, document=page, times=None)):
         for call in (
-            lambda: backend_of().find(oss.bucket),
-            lambda: backend_of().list_uploads(oss.bucket),
-            lambda: backend_of().bucket_facts(oss.bucket),
+            lambda: backend.find(oss.bucket),
+            lambda: backend.ls(oss.bucket),
+            lambda: backend.list_uploads(oss.bucket),
+            lambda: backend.bucket_facts(oss.bucket),
+            lambda: backend._list_parts(oss.at("k"), "1"),
+            lambda: backend._begin(oss.at("k"), "overwrite"),
         ):
-            with pytest.raises(BackendError):
+            with pytest.raises(TransientBackendError, match=r"not that of OSS.*OSS_ENDPOINT"):
                 call()
+
+
+def test_the_endpoint_of_another_region(oss: ServerStore) -> None:
+    """OSS refuses with the right one; what to set is said."""
+    document = (
+        b"<Error><Code>AccessDenied</Code><Message>The bucket you are attempting to access must be addressed using the specified endpoint."
+        b"</Message><Endpoint>oss-cn-beijing.aliyuncs.com</Endpoint></Error>"
+    )
+    with (
+        oss.server.faults.injected(Fault(status=403, document=document)),
+        pytest.raises(AccessDeniedError, match="set OSS_ENDPOINT and OSS_REGION to the bucket's region"),
+    ):
+        backend_of().pipe_file(oss.at("k"), b"1")
