@@ -24,12 +24,12 @@ from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.ossbucket import LifecycleRule
 from ckptmgr.backends.osscredentials import OssCredentials
 from ckptmgr.backends.ossendpoint import OssEndpoint, endpoint_of, no_region
-from ckptmgr.backends.osserrors import EXPIRED, SKEWED, oss_errors
+from ckptmgr.backends.osserrors import ABOUT_KEYS, EXPIRED, SKEWED, oss_errors
 from ckptmgr.backends.osshttp import HttpSession, OssResponse
-from ckptmgr.backends.osskeysources import default_chain
+from ckptmgr.backends.osskeysources import Environment, default_chain
 from ckptmgr.backends.osssigning import Signer, SignerV1
 from ckptmgr.backends.parts import Incoming, Receipt
-from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.errors import AccessDeniedError, ConfigError
 
 T = TypeVar("T")
 log = logging.getLogger("ckptmgr.backends")
@@ -159,19 +159,27 @@ class Oss2Client:
     def _call(
         self, operation: str, bucket: str, key: str, call: Callable[[Any], T], body: bytes | FileBody | None = None
     ) -> T:
-        with oss_errors(operation, f"{bucket}/{key}", self.endpoint.url, now=self._now):
-            handle = self._bucket(bucket)
-            if isinstance(body, FileBody):
-                body.start_sending()
-            try:
-                return call(handle)
-            except oss2.exceptions.ServerError as error:
-                if not self._is_mended(error):
-                    raise
-            if isinstance(body, FileBody):
-                body.rewind()
-                body.start_sending()
+        try:
+            with oss_errors(operation, f"{bucket}/{key}", self.endpoint.url, now=self._now):
+                return self._try(self._bucket(bucket), call, body)
+        except AccessDeniedError as error:
+            found_in = self.credentials.found_in
+            if getattr(error, "code", "") in ABOUT_KEYS and found_in not in ("", Environment.name):
+                error.hint = f"the keys are those of {found_in}"
+            raise
+
+    def _try(self, handle: Any, call: Callable[[Any], T], body: bytes | FileBody | None) -> T:
+        if isinstance(body, FileBody):
+            body.start_sending()
+        try:
             return call(handle)
+        except oss2.exceptions.ServerError as error:
+            if not self._is_mended(error):
+                raise
+        if isinstance(body, FileBody):
+            body.rewind()
+            body.start_sending()
+        return call(handle)
 
     def _is_mended(self, error: Any) -> bool:
         """Whether the same request, signed anew, is worth one more try."""
@@ -293,7 +301,7 @@ class Oss2Client:
         return self._call("list the uploads to", bucket, prefix, lambda handle: handle.pending_uploads(prefix))
 
     def versioning(self, bucket: str) -> str:
-        return self._call("ask for the versioning of", bucket, "", lambda handle: handle.versioning())
+        return self._call("ask for the versioning of", bucket, "", lambda handle: str(handle.versioning()))
 
     def lifecycle(self, bucket: str) -> list[LifecycleRule]:
         return self._call("ask for the lifecycle of", bucket, "", lambda handle: handle.lifecycle_rules())

@@ -34,6 +34,8 @@ from ckptmgr.core.errors import (
 #: Codes of keys that were valid once. OSS also answers the second to those of a session that has ended, and the third to a token that is not that of the
 #: key: https://www.alibabacloud.com/help/en/oss/support/0002-00000007, 0002-00000002, 0002-00000006
 EXPIRED = ("SecurityTokenExpired", "InvalidAccessKeyId", "InvalidSecurityToken")
+#: Codes that say something about the keys, not about what they may do.
+ABOUT_KEYS = (*EXPIRED, "SignatureDoesNotMatch")
 SKEWED = "RequestTimeTooSkewed"
 
 _KEYS_HINT = "check OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET"

@@ -210,10 +210,12 @@ def test_a_refusal_for_good_makes_no_hot_loop(oss: ServerStore, instance: Instan
     status = 404 if code == "NoSuchBucket" else 403
     with (
         oss.server.faults.injected(Fault(status=status, code=code, times=None)) as fault,
-        pytest.raises(BucketNotFoundError if code == "NoSuchBucket" else AccessDeniedError, match=code),
+        pytest.raises(BucketNotFoundError if code == "NoSuchBucket" else AccessDeniedError, match=code) as caught,
     ):
         backend.pipe_file(oss.at("k"), b"1")
     assert fault.hits <= 3
+    is_about_keys = code in ("SecurityTokenExpired", "InvalidAccessKeyId")
+    assert ("the keys are those of the RAM role of this ECS instance" in str(caught.value)) == is_about_keys
     assert instance.questions <= 2
 
 
