@@ -23,6 +23,8 @@ def every_command() -> Commands:
             ["resume", url, "--or-start", "--", "touch", str(directory.parent / "STARTED")],
             ["push", str(directory), url],
             ["prune", url, "--keep-last", "1", "--yes"],
+            ["pull", url, "--to", str(directory.parent / "pulled")],
+            ["gc", url, "--yes"],
         ]
 
     return commands

@@ -32,12 +32,15 @@ OPTIONS = {
     "verify": ["--quick", "--sample", "--json"],
     "resume": ["--to", "--local-dir", "--or-start", "--strict", "--replace", "--json"],
     "push": ["--step", "--metric", "--tag", "--new-attempt", "--json"],
+    "pull": ["--to", "--only", "--replace", "--json"],
     "drain": ["--json"],
     "status": ["--json"],
     "prune": [
         *("--keep-last", "--keep-best", "--keep-worst", "--keep-every", "--keep-within"),
         *("--all-lineages", "--yes", "--json"),
     ],
+    "gc": ["--grace", "--yes", "--json"],
+    "doctor": ["--size", "--grace", "--json"],
 }
 
 
@@ -108,9 +111,12 @@ def test_json_is_one_document_and_nothing_else(
         ["verify", url],
         ["verify", url, "--quick"],
         ["resume", url],
+        ["pull", url, "--to", "copy"],
         ["push", str(make_checkpoint(300)), url],
         ["prune", url, "--keep-last", "1"],
         ["prune", url, "--keep-last", "1", "--yes"],
+        ["gc", url],
+        ["gc", store.url, "--yes"],
     ):
         told = cli_here(*words, "--json", "-v")
         assert told.returncode == 0, told.stderr
@@ -258,6 +264,7 @@ _NOT_NEEDED = (
         (["ls", "--help"], ("fsspec", "msgspec")),
         (["ls"], ("ckptmgr.core.protocol",)),
         (["prune", "--keep-last", "1"], ()),
+        (["gc"], ()),
         (["show"], ("ckptmgr.core.protocol",)),
     ],
 )
