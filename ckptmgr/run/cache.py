@@ -125,6 +125,8 @@ class _Body(msgspec.Struct, array_like=True):
     others: dict[str, _KeptBytes]
 
 
+# What JSON has and msgpack has not: numbers beyond 64 bits, halves of surrogate pairs, any depth.
+_NOT_KEPT = (ValueError, OverflowError, TypeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Body)
 
@@ -211,19 +213,25 @@ class RunCache:
             self._body.closed[key] = _KeptClosing(*mark, record.closed, record.closed_at)
             self._changes += 1
         elif isinstance(record.files, PackedFiles) and record.run_uuid == self._body.uuid:
-            self._body.manifests[key] = _KeptManifest(
-                *mark,
-                self._common_of(record),
-                record.epoch,
-                record.parent,
-                record.created_at,
-                dict(record.metrics),
-                record.files.data,
-                len(record.files),
-                record.files.size_bytes,
-                dict(record.extra) or None,
-            )
-            self._changes += 1
+            with contextlib.suppress(*_NOT_KEPT):
+                self._body.manifests[key] = self._kept(mark, record, record.files)
+                self._changes += 1
+
+    def _kept(self, mark: tuple[str, int, int], record: Manifest, files: PackedFiles) -> _KeptManifest:
+        kept = _KeptManifest(
+            *mark,
+            self._common_of(record),
+            record.epoch,
+            record.parent,
+            record.created_at,
+            dict(record.metrics),
+            files.data,
+            len(files),
+            files.size_bytes,
+            dict(record.extra) or None,
+        )
+        _encoder.encode(kept)  # now, or one record would keep all others from being written
+        return kept
 
     def keep_data(self, key: str, data: bytes) -> None:
         """Keep the bytes of any other record, if they are what was listed."""
@@ -283,12 +291,8 @@ class RunCache:
             return
         try:
             data = _encoder.encode(_trimmed(body))
-        except (ValueError, OverflowError, TypeError, RecursionError) as exc:
-            logger.info("cannot cache the manifests of %s: %s", body.url, exc)
-            return
-        try:
             self._write(_MARK + bytes.fromhex(blake3_hex(data)) + data)
-        except OSError as exc:
+        except (OSError, *_NOT_KEPT) as exc:
             logger.info("cannot cache the manifests of %s: %s", body.url, exc)
         else:
             self._changes = 0
