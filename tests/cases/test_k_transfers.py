@@ -116,9 +116,10 @@ class Training:
 
 
 def test_k021_a_store_that_fails_for_a_while_is_not_noticed_by_the_training(
-    make_store: MakeStore, tmp_path: Path, importable: Callable[[str, str], Any]
+    make_store: MakeStore, tmp_path: Path, importable: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503 four times, a reset, and a listing that fails once: no step waits, all five saves commit, and the waits between the tries grow and vary."""
+    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "1")  # so that the waits are those of one file
     store = make_store("moto")
     steady = functools.partial(importable("steady", STEADY).steady, seed=1013)
     base_s, faults = 0.06, store.server.faults
@@ -258,7 +259,7 @@ def test_k095_a_save_that_is_tried_again_and_again_is_overtaken(
         assert look() is None
         second = manager.save(200, state_of(200), wait=True)
         wait_for(look)
-        assert [str(stem) for stem in manager.status().uploads.pending] == [first]
+        wait_for(lambda: [str(stem) for stem in manager.status().uploads.pending] == [first])
         store.server.faults.clear()
         while manager.status().uploads.pending:
             look()

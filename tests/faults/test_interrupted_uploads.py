@@ -29,6 +29,12 @@ Ask = Callable[..., Any]
 FILES = {"model.safetensors": b"m" * 5000, "optimizer.pt": b"o" * 7000, "state.json": b'{"step": 100}'}
 
 
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file after the other, so that it is known which ones a kill has left."""
+    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "1")
+
+
 @pytest.fixture(params=["local", "s3", "moto", "oss"])
 def any_store(request: pytest.FixtureRequest, make_store: Callable[[str], Store]) -> Store:
     """An empty store of each kind; moto's and OSS's keep a log of requests."""
