@@ -233,6 +233,15 @@ class LocalTier:
         """Saves whose commit in the store was confirmed and recorded: only these may be removed locally (I6)."""
         return {entry.stem for entry in self.journal.entries() if entry.state in ("uploaded", "dropped")}
 
+    def last_uploaded(self, target: str) -> Manifest | None:
+        """The newest save that `target` holds and that is still here, under its name there; what it has unchanged need not be sent again."""
+        for entry in reversed(self.journal.entries()):
+            if entry.state == "uploaded" and entry.target in ("", target) and self.holds(entry.stem):
+                with contextlib.suppress(CkptmgrError):
+                    manifest = self.run.manifest(entry.stem)
+                    return manifest.renamed(entry.remote) if isinstance(manifest, Manifest) else None
+        return None
+
     def remove(self, stem: Stem) -> None:
         """Remove the local copy of an uploaded checkpoint: manifest first, then data, then its journal. Nothing, if it is gone already.
 

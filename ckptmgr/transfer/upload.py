@@ -52,7 +52,10 @@ def upload_one(
         entry = known or entry
         logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
         try:
-            outcome = replicate(manifest, tier.data_dir(manifest.stem), run, tier.journal, entry, moved=moved)
+            last = tier.last_uploaded(run.url)
+            earlier = () if last is None else (last,)
+            source = tier.data_dir(manifest.stem)
+            outcome = replicate(manifest, source, run, tier.journal, entry, earlier=earlier, moved=moved)
         except CkptmgrError:
             raise
         except Exception as exc:  # a bug, ours or a backend's, must stop neither the other uploads nor the thread
