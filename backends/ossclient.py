@@ -35,6 +35,8 @@ T = TypeVar("T")
 log = logging.getLogger("ckptmgr.backends")
 
 _SSE = ("AES256", "KMS", "SM4")
+# As on S3, so that one word means one thing.
+_CLASSED_BYTES = 128 << 10
 
 # oss2 writes all headers of each request into its debug log, session tokens too. Who wants that says so.
 if logging.getLogger("oss2").level == logging.NOTSET:
@@ -208,8 +210,9 @@ class Oss2Client:
         self._signer.offset_s = offset_s
 
     def put(self, bucket: str, key: str, data: bytes | FileBody, *, create: bool) -> Stored:
-        # What is small is held, and no FileBody: a manifest in an archive would be lost to everybody, and classes for seldom use charge small objects more.
-        headers = _condition(create) | self._encryption | (self._storage_class if isinstance(data, FileBody) else {})
+        # Records, which are small, are read often, and not kept for long: classes for seldom use charge for both.
+        storage_class = self._storage_class if len(data) >= _CLASSED_BYTES else {}
+        headers = _condition(create) | self._encryption | storage_class
         return _stored(
             self._call("write", bucket, key, lambda handle: handle.put_object(key, data, headers=headers), data)
         )

@@ -1,7 +1,8 @@
 """One transfer of one file, measured without its imports: `python _oss_action.py ACTION FILE KEY MIB`, with the store in the environment. What comes down are
 so many MiB of zeros.
 
-up, down               ckptmgr's backend, with all digests of an upload and the CRC of a download compared
+up                     ckptmgr: what a save writes down of the file, BLAKE3 and both CRCs, and then the upload
+put, down              ckptmgr: the upload, or the download, alone, with its CRC
 oss2-up, oss2-down     oss2's resumable_upload and resumable_download, with its CRC
 oss2-up-bare           likewise, without
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import oss2  # type: ignore[import-untyped, unused-ignore]
 from _clock import measured
 from _null_oss import BUCKET
 
+from ckptmgr.backends.localfile import SourceFile
 from ckptmgr.backends.registry import open_store
 from ckptmgr.core.checksums import Digester, Digests
 
@@ -26,10 +27,18 @@ PART_BYTES = 32 << 20
 THREADS = 4
 
 
-def digests_of(blocks: Iterable[bytes]) -> Digests:
-    """As they are known before a transfer begins."""
-    digester = Digester()
-    for block in blocks:
+def digests_of(path: Path) -> Digests:
+    """Read once, in blocks."""
+    with SourceFile(path) as source:
+        for _ in source.digest_blocks(0, source.size):
+            pass
+        return source.finish()
+
+
+def digests_of_zeros(size_mib: int) -> Digests:
+    """What they are of what comes down."""
+    digester, block = Digester(), bytes(MIB)
+    for _ in range(size_mib):
         digester.update(block)
     return digester.digests()
 
@@ -38,12 +47,13 @@ def ours(action: str, path: Path, key: str, size_mib: int) -> None:
     """Through the URL of the store, as every command does it."""
     fs, root = open_store(f"oss://{BUCKET}/{key}")
     if action == "up":
-        with path.open("rb") as file:
-            expected = digests_of(iter(lambda: file.read(MIB), b""))
-        measured(lambda: fs.put_file(str(path), root, mode="create", expected=expected))
+        measured(lambda: fs.put_file(str(path), root, mode="create", expected=digests_of(path)))
+        return
+    known = digests_of(path) if action == "put" else digests_of_zeros(size_mib)
+    if action == "put":
+        measured(lambda: fs.put_file(str(path), root, mode="create", expected=known))
     else:
-        expected = digests_of(bytes(MIB) for _ in range(size_mib))
-        measured(lambda: prove(fs.get_file(root, str(path), expected=expected)))
+        measured(lambda: prove(fs.get_file(root, str(path), expected=known)))
 
 
 def prove(is_proven: bool) -> None:
