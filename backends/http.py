@@ -24,7 +24,7 @@ from typing import Protocol
 BLOCK_BYTES = 512 << 10
 # A firewall or a balancer forgets a silent connection without telling us; a new one costs a round trip, a forgotten one a stall.
 _IDLE_S = 20.0
-_MOST_IDLE = 64
+_MOST_IDLE = 32
 _JOINED_BYTES = 64 << 10
 
 
@@ -200,6 +200,7 @@ class _Connection:
         self.view = memoryview(self._memory)
         # Bytes that were received and not yet asked for.
         self.start = self.end = 0
+        self._is_informed = False
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._set_limit(stall_s)
@@ -218,8 +219,13 @@ class _Connection:
         return bool(self._poll.poll(0))
 
     def is_answered(self) -> bool:
-        """Whether an answer begins to arrive while the request is still being sent."""
-        return self.is_readable()
+        """Whether an answer proper begins to arrive while the request is still being sent."""
+        if self._is_informed or not self.is_readable():
+            return False
+        with contextlib.suppress(OSError):
+            # "100 Continue", unasked: it stays where it is, and what may follow is heard at the end.
+            self._is_informed = self._sock.recv(10, socket.MSG_PEEK) == b"HTTP/1.1 1"
+        return not self._is_informed
 
     def send(self, data: memoryview) -> None:
         while data:
@@ -245,6 +251,7 @@ class _Connection:
     def send_request(self, head: bytes, body: bytes | Body | None) -> bool:
         """Send all of it, unless the answer comes before its end: then False."""
         self.start = self.end = 0
+        self._is_informed = False
         if body is None:
             self.send(memoryview(head))
             return True
@@ -357,9 +364,27 @@ class _TlsConnection(_Connection):
     def _set_limit(self, stall_s: float) -> None:
         self._sock.settimeout(stall_s)
 
+    def is_readable(self) -> bool:
+        return self._sock.pending() > 0 or super().is_readable()
+
     def is_answered(self) -> bool:
         # The server's session tickets make it look as if.
         return False
+
+    def receive(self, view: memoryview) -> int:
+        # OpenSSL gives one record of at most 16 KiB at a time: as many as have arrived, or whoever is above works for each.
+        filled = 0
+        while True:
+            try:
+                count = super().receive(view[filled:])
+            except HttpError:
+                if filled:
+                    # What arrived is good, and the next call meets the same.
+                    return filled
+                raise
+            filled += count
+            if not count or filled == len(view) or not super().is_readable():
+                return filled
 
 
 class Answer:

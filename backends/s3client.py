@@ -102,9 +102,10 @@ class _Opened:
         try:
             return self._data.call(operation, target, arguments, offset_s=self._clock.offset_s)
         except ElsewhereError:
-            answer = self._by_boto3(operation, arguments)
-            self._data.settled(arguments["Bucket"])
-            return answer
+            try:
+                return self._by_boto3(operation, arguments)
+            finally:
+                self._data.settled(arguments["Bucket"])
 
     def _by_boto3(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         body = arguments.get("Body")

@@ -152,7 +152,7 @@ class DataCalls:
         method, name = _OPERATIONS[operation]
         head, body = self._head(method, target, arguments, offset_s)
         answer = target.pool.request(head, body, is_head=method == "HEAD")
-        if answer.status not in (200, 204, 206):
+        if not 200 <= answer.status < 300:
             raise self._refused(answer, name, arguments["Bucket"], target)
         if operation == "list_objects_v2":
             return _parse_page(answer.read(_MOST_PAGE_BYTES))
@@ -205,8 +205,11 @@ class DataCalls:
         added = target.signer.sign(method, path, text, headers, payload, keys, time.time() + offset_s)
         headers.update(added)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
-            raise ValueError("a header holds a line break")
+        if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or not lines.isascii():
+            values = ", ".join(
+                repr(value) for value in headers.values() if not (value.isascii() and value.isprintable())
+            )
+            raise botocore.exceptions.ParamValidationError(report=f"{values} cannot be sent in a header")
         length = "" if method in ("GET", "HEAD") else f"content-length: {0 if body is None else len(body)}\r\n"
         head = f"{method} {path}{'?' if text else ''}{text} HTTP/1.1\r\n{lines}{length}{target.head}\r\n"
         return head.encode("latin-1"), body
@@ -352,13 +355,13 @@ def _parse_headers(headers: dict[str, str], *, is_of_object: bool) -> dict[str, 
     parsed: dict[str, Any] = {_ANSWERS[name]: value for name, value in headers.items() if name in _ANSWERS}
     if not is_of_object:
         return parsed
-    if "content-length" in headers:
-        parsed["ContentLength"] = int(headers["content-length"])
-    if "last-modified" in headers:
-        try:
+    try:
+        if "content-length" in headers:
+            parsed["ContentLength"] = int(headers["content-length"])
+        if "last-modified" in headers:
             parsed["LastModified"] = email.utils.parsedate_to_datetime(headers["last-modified"])
-        except ValueError as error:
-            raise BadAnswerError(f"{headers['last-modified']!r} is no date") from error
+    except ValueError as error:
+        raise BadAnswerError(f"answered with a size or a date that is none: {error}") from error
     return parsed
 
 

@@ -403,6 +403,19 @@ def test_a_refusal_ends_the_sending(server: Server, pool: HttpPool, kind: Callab
     assert server.connections == 2
 
 
+def test_leave_that_nobody_asked_for(server: Server, pool: HttpPool) -> None:
+    """A "100 Continue" is no answer, also while the body is being sent."""
+
+    def play(peer: Peer) -> None:
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        server.echo(peer)
+
+    server.play = play
+    for _ in range(2):
+        assert read(pool.request(put(len(BIG)), Source(BIG))) == BIG
+    assert server.connections == 1
+
+
 def test_no_success_before_the_end(server: Server, pool: HttpPool) -> None:
     """Whoever says that it is stored before it has arrived is not believed."""
 
