@@ -33,8 +33,8 @@ class OssEndpoint:
     Attributes:
         url: scheme, host and port.
         region: that signatures of version 4 name; "" if nobody says it.
-        style: `cname`: the host is the bucket's own; `virtual`: the bucket's name goes before the host; `path`: it goes into the path. An IP address is
-            always used with `path`.
+        style: `cname`: the host is the bucket's own; `virtual`: the bucket's name goes before the host; `path`: it goes into the path, as it must with an
+            IP address.
     """
 
     url: str
@@ -74,9 +74,9 @@ def endpoint_of(
             f"the OSS endpoint names a bucket: {bucket}.{rest}{_DOMAIN}",
             hint=f"set OSS_ENDPOINT={urlsplit(url).scheme}://{rest}{_DOMAIN}; the bucket's name is in the URL of the store",
         )
-    return OssEndpoint(
-        url=url, region=region, style="cname" if is_cname else "path" if addressing == "path" else "virtual"
-    )
+    if addressing == "path" or _is_address(urlsplit(url).hostname or ""):
+        return OssEndpoint(url=url, region=region, style="path")
+    return OssEndpoint(url=url, region=region, style="cname" if is_cname else "virtual")
 
 
 def no_region(endpoint: OssEndpoint) -> ConfigError:
@@ -135,6 +135,11 @@ def _internal(url: str, label: str, region: str, *, is_cname: bool) -> str:
     if label.endswith("-internal"):
         return url
     return f"{urlsplit(url).scheme}://oss-{region}-internal{_DOMAIN}"
+
+
+def _is_address(host: str) -> bool:
+    # As oss2 has it.
+    return host == "localhost" or re.fullmatch(r"(\d{1,3}\.){3}\d{1,3}", host) is not None
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:

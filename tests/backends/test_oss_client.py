@@ -61,6 +61,7 @@ def test_endpoint_and_region(variables: dict[str, str], url: str, region: str) -
     """Either is enough where one follows from the other; https is the default; internal and dual-stack endpoints have their region too."""
     found = endpoint_of(variables)
     assert (found.url, found.region) == (url, region)
+    assert found.style == ("path" if "127.0.0.1" in url else "virtual")
 
 
 @pytest.mark.parametrize(
