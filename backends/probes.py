@@ -73,7 +73,7 @@ def _trusted() -> ssl.SSLContext:
 
 
 def some_names(fs: Backend, path: str) -> list[str]:
-    """A few of the names directly at or below `path`, files first: one request where the store can list less than everything.
+    """A few of the names directly below `path`, files first, folders with a slash: one request where the store can list less than everything.
 
     Raises:
         ObjectNotFoundError: nothing is there.
@@ -81,7 +81,8 @@ def some_names(fs: Backend, path: str) -> list[str]:
     objects = object_store(fs)
     if objects is None:
         records = list(islice(fs.ls(path, detail=True), _SOME))
-        return [str(record["name"]) for record in sorted(records, key=lambda record: str(record["type"] != "file"))]
+        names = [f"{record['name']}{'' if record['type'] == 'file' else '/'}" for record in records]
+        return sorted(names, key=lambda name: name.endswith("/"))
     bucket, _, prefix = path.partition("/")
     page = objects._page(bucket, f"{prefix}/" if prefix else "", "/", None, _SOME)
     if not page.objects and not page.prefixes:

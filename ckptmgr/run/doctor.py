@@ -33,7 +33,6 @@ from ckptmgr.core.units import duration_text
 from ckptmgr.run import surroundings
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import new_nonce, wall_s
-from ckptmgr.run.store import runs_of
 from ckptmgr.run.trials import RATE_PART_BYTES, Trials
 from ckptmgr.run.verdicts import Verdict, judged
 
@@ -109,9 +108,14 @@ class _Doctor:
         self._missing = _missing_folders(fs, root)
         self._scratch = tempfile.TemporaryDirectory(prefix="ckptmgr-doctor-")
         self._recorded: bool | None = None
-        wide, _ = open_store(question.url, policy=_POLICY, options=replace(options, part_bytes=RATE_PART_BYTES))
+        in_parts = replace(options, part_bytes=RATE_PART_BYTES)
         name = f"{layout.DOCTOR_PREFIX}{new_nonce()}"
-        self._trials = Trials(fs=fs, wide=wide, place=f"{root}/{name}", scratch=Path(self._scratch.name))
+        self._trials = Trials(
+            fs=fs,
+            wide=lambda: open_store(question.url, policy=_POLICY, options=in_parts)[0],
+            place=f"{root}/{name}",
+            scratch=Path(self._scratch.name),
+        )
         self._is_tried = False
 
     def asked(self) -> Iterator[Verdict]:
@@ -121,7 +125,7 @@ class _Doctor:
         yield listed
         if is_over:
             return
-        self._look_at_runs()
+        self._look_at_runs(names)
         self._is_tried = True
         yield judged("put", trials.put)
         if trials.written:
@@ -185,10 +189,10 @@ class _Doctor:
         verdict = judged("list", look)
         return verdict, bool(over)
 
-    def _look_at_runs(self) -> None:
-        """How large a checkpoint is here, and what a run here knows of the store; as far as can be seen."""
-        with contextlib.suppress(BackendError, ManifestError, CheckpointNotFoundError, ConfigError):
-            for run in self._runs():
+    def _look_at_runs(self, names: list[str]) -> None:
+        """How large a checkpoint is here, and what a run here knows of the store; as far as can be seen, in a few runs."""
+        for run in self._runs(names):
+            with contextlib.suppress(BackendError, ManifestError, CheckpointNotFoundError):
                 if self._recorded is None:
                     self._recorded = run.record.create_only
                 stems = run.stems()
@@ -196,12 +200,16 @@ class _Doctor:
                 if self._question.size_bytes is None and isinstance(newest, Manifest):
                     self.size_bytes = max(self.size_bytes or 0, newest.size_bytes)
 
-    def _runs(self) -> list[RunDirectory]:
-        try:
-            return [RunDirectory.open(self._url, fs=self._fs, root=self._root)]
-        except CheckpointNotFoundError:
-            found = runs_of(self._url)[1]
-            return [run for run in found if isinstance(run, RunDirectory)][:_RUNS]
+    def _runs(self, names: list[str]) -> Iterator[RunDirectory]:
+        """The run here, or those one level below."""
+        below = [name.rstrip("/") for name in names if name.endswith("/")][:_RUNS]
+        places = [(self._url, self._root), *((f"{self._url}/{name.rsplit('/', 1)[-1]}", name) for name in below)]
+        for url, root in places:
+            with contextlib.suppress(BackendError, ManifestError, CheckpointNotFoundError, ConfigError):
+                run = RunDirectory.open(url, fs=self._fs, root=root)
+                yield run
+                if root == self._root:
+                    return
 
     def _stale_uploads(self) -> Verdict:
         uploads = self._fs.list_uploads(self._root)

@@ -10,6 +10,7 @@ import os
 import secrets
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,14 @@ class Trials:
 
     Attributes:
         fs: the store.
-        wide: the same one with parts of `RATE_PART_BYTES`, as an object store sends a large file.
+        wide: opens the same one with parts of `RATE_PART_BYTES`, as an object store sends a large file.
         place: a path of its own below the store, where everything is written.
         scratch: a directory of this machine for what is sent.
         written: whether `put` has left a file there.
     """
 
     fs: Backend
-    wide: Backend
+    wide: Callable[[], Backend]
     place: str
     scratch: Path
     written: bool = False
@@ -243,7 +244,7 @@ class Trials:
         """
         moved, seconds = self._send(self.fs, _FIRST_BYTES)
         if seconds < _SLOW_S:
-            more, longer = self._send(self.wide, _SECOND_BYTES)
+            more, longer = self._send(self.wide(), _SECOND_BYTES)
             if more / longer > moved / seconds:
                 moved, seconds = more, longer
         rate = moved / seconds
