@@ -26,7 +26,6 @@ from ckptmgr.backends.s3 import S3Backend
 from ckptmgr.backends.s3client import S3Client
 from ckptmgr.backends.s3data import DataCalls, Target
 from ckptmgr.backends.sigv4 import Keys
-from ckptmgr.core.checksums import digest_bytes
 from ckptmgr.core.errors import (
     AccessDeniedError,
     ConfigError,
@@ -417,26 +416,6 @@ def test_a_store_whose_own_clock_is_wrong(s3: ServerStore) -> None:
     with pytest.raises(PermanentBackendError, match="RequestTimeTooSkewed"):
         s3.plain().pipe_file(s3.at("k"), b"1")
     assert fault.hits == 1
-
-
-def test_credentials_that_expire_in_the_middle_of_an_upload(s3: ServerStore, tmp_path: Path) -> None:
-    """They are looked up anew, and the same upload goes on: no part is sent twice."""
-    data = os.urandom(4 * PART_BYTES)
-    (tmp_path / "f").write_bytes(data)
-    s3.setenv("AWS_SESSION_TOKEN", "first")
-    s3.server.app.live_tokens = {"first"}
-
-    class Renewed:
-        def relative_update(self, count: int) -> None:
-            if count:
-                s3.setenv("AWS_SESSION_TOKEN", "second")
-                s3.server.app.live_tokens = {"second"}
-
-    s3.plain().put_file(str(tmp_path / "f"), s3.at("k"), Renewed(), expected=digest_bytes(data))
-    assert s3.server.raw_get(s3.bucket, "k") == data
-    stored = [seen for seen in s3.server.log if "partNumber" in seen.query and seen.status == 200]
-    assert sorted(int(seen.query["partNumber"]) for seen in stored) == [1, 2, 3, 4]
-    assert len({seen.query["uploadId"] for seen in stored}) == 1
 
 
 def test_an_error_is_the_same_whoever_met_it(s3: ServerStore) -> None:
