@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr.backends import probes
-from ckptmgr.backends.base import Backend, Connection
+from ckptmgr.backends.base import Backend, Connection, PendingUpload
 from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.registry import normalize_url, open_store
 from ckptmgr.backends.retry import RetryPolicy
@@ -212,7 +212,7 @@ class _Doctor:
                     return
 
     def _stale_uploads(self) -> Verdict:
-        uploads = self._fs.list_uploads(self._root)
+        uploads = [upload for upload in self._fs.list_uploads(self._root) if not self._is_dropped(upload)]
         ages = [wall_s() - upload.started_s for upload in uploads if upload.started_s is not None]
         stale = [age for age in ages if age > _STALE_S]
         facts = {"uploads": len(uploads), "stale": len(stale), "oldest_s": max(ages, default=None)}
@@ -226,6 +226,16 @@ class _Doctor:
             advice="`ckptmgr gc RUN` shows those of a run, and with --yes removes them",
             facts=facts,
         )
+
+    def _is_dropped(self, upload: PendingUpload) -> bool:
+        """Abort an upload that a doctor that was killed has left; whether it was one."""
+        folder = upload.path[len(self._root) :].strip("/").partition("/")[0]
+        age_s = 0.0 if upload.started_s is None else wall_s() - upload.started_s
+        if not layout.is_doctors(folder) or age_s < _LEFT_OVER_S:
+            return False
+        with contextlib.suppress(BackendError):
+            self._fs.abort_upload(upload.path, upload.upload_id)
+        return True
 
     def _bucket(self) -> Iterator[Verdict]:
         try:
