@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.backends.retry import Retrier, RetryingBackend
+
 
 class Store(ABC):
     """One empty store. Keys are relative to `url`.
@@ -39,6 +41,10 @@ class Store(ABC):
     @abstractmethod
     def keys(self, prefix: str = "") -> list[str]:
         """Every key below `prefix`, sorted."""
+
+    def at(self, key: str) -> str:
+        """The path of `key` for a backend."""
+        return self.url.split("://")[1] + f"/{key}"
 
     def snapshot(self, prefix: str = "") -> dict[str, bytes]:
         """Every key below `prefix` and its bytes."""
@@ -104,3 +110,25 @@ class BucketStore(Store):
 
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key.removeprefix("exp/") for key in self.server.raw_keys(self.bucket, f"exp/{prefix}"))
+
+    def uploads(self) -> dict[str, str]:
+        """Unfinished multipart uploads: key by id."""
+        found: dict[str, str] = self.server.raw_uploads(self.bucket)
+        return {upload: key.removeprefix("exp/") for upload, key in found.items()}
+
+
+def retrying_backend(store: Store, retrier: Retrier, **options: Any) -> RetryingBackend:
+    """A new backend of a bucket on a test server, which tries again as `retrier` says; its clients read the environment.
+
+    Args:
+        options: those of `S3Backend` or `OSSBackend`; with `part_bytes`, what is larger goes up in parts.
+    """
+    if "part_bytes" in options:
+        options.setdefault("multipart_threshold", options["part_bytes"])
+    if store.name == "oss":
+        from ckptmgr.backends.oss import OSSBackend
+
+        return RetryingBackend(OSSBackend(retrier=retrier, **options), retrier)
+    from ckptmgr.backends.s3 import S3Backend
+
+    return RetryingBackend(S3Backend(retrier=retrier, **options), retrier)

@@ -26,7 +26,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.memory_objects import MemoryObjects, When
-from ckptmgr.testing.stores import Store
+from ckptmgr.testing.stores import BucketStore, retrying_backend
 
 DATA = os.urandom(12_345)
 QUICK = RetryPolicy(attempts=4, base_s=0.001, cap_s=0.002)
@@ -138,26 +138,16 @@ def test_a_batch_whose_answer_is_lost_is_sent_again() -> None:
 
 
 @pytest.fixture(params=["moto", "oss"])
-def store(request: pytest.FixtureRequest, make_store: Callable[[str], Store]) -> Store:
+def store(request: pytest.FixtureRequest, make_store: Callable[[str], BucketStore]) -> BucketStore:
     """Both dialects."""
     return make_store(request.param)
 
 
-def backend_of(store: Store, policy: RetryPolicy = QUICK, **options: Any) -> Backend:
-    """A backend of that store, with retries."""
-    from ckptmgr.backends.oss import OSSBackend
-    from ckptmgr.backends.s3 import S3Backend
-
-    kind = OSSBackend if store.name == "oss" else S3Backend
-    retrier = Retrier(policy, sleep=lambda seconds: None)
-    return RetryingBackend(kind(retrier=retrier, **options), retrier)
+def backend_of(store: BucketStore, **options: Any) -> Backend:
+    return retrying_backend(store, retrier(), **options)
 
 
-def at(store: Store, key: str) -> str:
-    return f"{store.url.split('://')[1]}/{key}"
-
-
-def test_keys_refused_inside_a_success_on_the_wire(store: Store) -> None:
+def test_keys_refused_inside_a_success_on_the_wire(store: BucketStore) -> None:
     """Row 41: a batch of three is answered with 200 and says that two were not removed (S3 names them, OSS leaves them out): the next request
     removes them, or says why not."""
     for key in "abc":
@@ -173,7 +163,7 @@ def test_keys_refused_inside_a_success_on_the_wire(store: Store) -> None:
         document = f"<DeleteResult>{errors}</DeleteResult>"
     lying = Fault(method="POST", query="delete", status=200, document=document.encode())
     refused = store.server.faults.add(lying)
-    backend_of(store).rm_files([at(store, key) for key in "abc"])
+    backend_of(store).rm_files([store.at(key) for key in "abc"])
     assert refused.hits == 1
     # What the answer called removed was not: the store is believed, as it must be.
     assert store.keys() == ["a"]
@@ -292,30 +282,29 @@ def test_a_source_that_changes_meanwhile() -> None:
         assert store.data("a/target") == other
 
 
-def test_a_copy_in_parts_on_the_wire(store: Store) -> None:
+def test_a_copy_in_parts_on_the_wire(store: BucketStore) -> None:
     """On both dialects: the parts are copied by the store, its CRC is that of the source, throttled parts are tried again, and a copy that is
     given up leaves no upload."""
     data = os.urandom((12 << 20) + 7)
-    backend = backend_of(store, multipart_threshold=5 << 20, part_bytes=5 << 20, max_single_copy=1 << 20)
-    backend.pipe_file(at(store, "source"), data)
+    backend = backend_of(store, part_bytes=5 << 20, max_single_copy=1 << 20)
+    backend.pipe_file(store.at("source"), data)
     store.server.log.clear()
     throttled = store.server.faults.add(Fault(method="PUT", query="partNumber", status=503, code="SlowDown", times=2))
-    backend.cp_file(at(store, "source"), at(store, "target"))
+    backend.cp_file(store.at("source"), store.at("target"))
     assert throttled.hits == 2
     assert store.get("target") == data
-    assert backend.stored_crc(at(store, "target")) == backend.stored_crc(at(store, "source"))
+    assert backend.stored_crc(store.at("target")) == backend.stored_crc(store.at("source"))
     assert sum(request.size_bytes for request in store.server.log) < 4096
-    bucket = store.url.split("/")[2]
-    assert store.server.raw_uploads(bucket) == {}
+    assert store.uploads() == {}
     store.server.faults.add(Fault(method="PUT", query="partNumber", status=400, code="InvalidRequest", times=None))
     with pytest.raises(PermanentBackendError):
-        backend.cp_file(at(store, "source"), at(store, "other"))
+        backend.cp_file(store.at("source"), store.at("other"))
     assert store.keys() == ["source", "target"]
-    assert store.server.raw_uploads(bucket) == {}
+    assert store.uploads() == {}
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["lost", "error in a 200"])
-def test_a_copy_in_one_request(make_store: Callable[[str], Store], drop: bool) -> None:
+def test_a_copy_in_one_request(make_store: Callable[[str], BucketStore], drop: bool) -> None:
     """Row 15: S3 may report a failed copy in the body of a 200, which is never taken for success; a lost answer is asked for again."""
     store = make_store("moto")
     store.put("source", DATA)
@@ -323,6 +312,6 @@ def test_a_copy_in_one_request(make_store: Callable[[str], Store], drop: bool) -
     failed = store.server.faults.add(
         fault or Fault(method="PUT", key="*/target", status=200, code="InternalError", times=2)
     )
-    backend_of(store).cp_file(at(store, "source"), at(store, "target"))
+    backend_of(store).cp_file(store.at("source"), store.at("target"))
     assert failed.hits == (1 if drop else 2)
     assert crc64xz_hex(store.get("target")) == crc64xz_hex(DATA)
