@@ -87,8 +87,8 @@ class _ProfileFile:
         self.name = _shown(path)
         self._path = path
         self._environ = environ
-        # What the profile leads to, as long as the file does not change: a role has a cache and a session token of its own.
-        self._inner: tuple[dict[str, Any], KeySource] | None = None
+        # What the file leads to, as long as it does not change: an instance's role knows by then that it is there.
+        self._inner: tuple[str, KeySource] | None = None
 
     def fetch(self) -> Keys | None:
         try:
@@ -98,11 +98,11 @@ class _ProfileFile:
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not text"
             raise _refused(f"{self.name} cannot be read: {why}", "correct its permissions") from error
-        profile = self._profile(text)
-        if profile is None:
-            return None
-        if self._inner is None or self._inner[0] != profile:
-            self._inner = profile, self._source_of(profile)
+        if self._inner is None or self._inner[0] != text:
+            profile = self._profile(text)
+            if profile is None:
+                return None
+            self._inner = text, self._source_of(profile)
         return self._inner[1].fetch()
 
     def _profile(self, text: str) -> dict[str, Any] | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hmac
 import logging
 import random
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,9 @@ from ckptmgr.backends.osscredentials import Keys, OssCredentials
 from ckptmgr.backends.ossendpoint import endpoint_of
 from ckptmgr.backends.osssigning import Signer, SignerV1
 from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, ConfigError, ObjectExistsError
+from ckptmgr.testing.certificates import Certificates, make_certificates
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.moto_core import QuietRequestHandler, make_server
 from ckptmgr.testing.server_store import ServerStore
 from ckptmgr.testing.servers import OssServer
 
@@ -255,6 +260,56 @@ def test_nothing_secret_gets_into_the_log(oss: ServerStore, caplog: pytest.LogCa
     texts = [caplog.text, str(caught.value), repr(caught.value), repr(backend), repr(vars(backend))]
     for secret in (session.secret_key, session.token):
         assert not any(secret in text for text in texts)
+
+
+# -- over TLS -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def over_tls(oss: ServerStore, tmp_path: Path) -> Iterator[Certificates]:
+    """The store at an https endpoint too, where the environment leads; nobody trusts it yet."""
+    certificates = make_certificates(tmp_path)
+    context = (str(certificates.certificate), str(certificates.key))
+    server = make_server(
+        "127.0.0.1", 0, oss.server.app, threaded=True, request_handler=QuietRequestHandler, ssl_context=context
+    )
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
+    thread.start()
+    oss.setenv("OSS_ENDPOINT", f"https://127.0.0.1:{server.server_address[1]}")
+    yield certificates
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_over_tls(oss: ServerStore, over_tls: Certificates, tmp_path: Path, is_directory: bool) -> None:
+    """Up, down and listed, with an authority of one's own: a file, or a directory of them."""
+    bundle = over_tls.authority
+    if is_directory:
+        bundle = tmp_path / "authorities"
+        bundle.mkdir()
+        subprocess.run(["cp", str(over_tls.authority), str(bundle / "a.pem")], check=True)
+        rehashed = subprocess.run(["openssl", "rehash", str(bundle)], capture_output=True, check=False)
+        if rehashed.returncode != 0:
+            pytest.skip("openssl cannot make a directory of certificates here")
+    oss.setenv("REQUESTS_CA_BUNDLE", str(bundle))
+    backend = OSSBackend(multipart_threshold=1 << 20, part_bytes=1 << 20)
+    path, data = tmp_path / "f", random.Random(2).randbytes(2_500_000)
+    path.write_bytes(data)
+    backend.put_file(str(path), oss.at("large"))
+    backend.pipe_file(oss.at("small"), b"1")
+    path.unlink()
+    backend.get_file(oss.at("large"), str(path))
+    assert path.read_bytes() == data
+    assert backend.find(oss.bucket) == [oss.at("large"), oss.at("small")]
+
+
+def test_authorities_that_cannot_be_read(oss: ServerStore, over_tls: Certificates, tmp_path: Path) -> None:
+    """Named, not taken for a network in trouble."""
+    oss.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "gone.pem"))
+    with pytest.raises(ConfigError, match=r"gone\.pem.*REQUESTS_CA_BUNDLE"):
+        OSSBackend().find(oss.bucket)
 
 
 # -- through a proxy ----------------------------------------------------------------------------------------------

@@ -390,6 +390,12 @@ def test_a_role_that_other_keys_may_assume(environ: dict[str, str]) -> None:
         assert keys_by(environ).access_key_id == "STS.1"
         write_cli(environ, role, top, current="top")
         assert keys_by(environ).access_key_id == "STS.2"
+        chain = default_chain(environ)
+        assert chain[1].fetch() is not None
+        write_cli(environ, {**role, "access_key_id": "rotated"}, top, current="top")
+        assert chain[1].fetch() is not None
+        assert sts.asked[-2][2]["AccessKeyId"] == "rotated"
+        del sts.asked[3:]
         forms = [form for _, _, form in sts.asked]
     assert [(form["AccessKeyId"], form.get("SecurityToken"), form.get("ExternalId")) for form in forms] == [
         ("cli-id", None, None),
@@ -413,6 +419,54 @@ def test_the_signature_of_the_documentation() -> None:
     }
     keys = Keys(access_key_id="testid", secret="testsecret")
     assert signature_of(form, keys, method="GET")["Signature"] == "OLeaidS1JvxuMvnyHOwuJ+uX5qY="
+
+
+def test_profiles_that_lead_to_a_service(environ: dict[str, str], metadata: MetadataServer, tmp_path: Path) -> None:
+    """The role of the instance, a credentials URI and an OIDC role, named by a profile of either file; no other names are looked for."""
+    role = attach(metadata)
+    environ["ALIBABA_CLOUD_ECS_METADATA_DISABLED"] = "true"
+    token = tmp_path / "token"
+    token.write_text("t")
+
+    def answer(path: str, form: dict[str, str]) -> tuple[int, Any]:
+        number = {"": 5, "acs:oidc": 6, "acs:ak": 7}[form.get("RoleArn", "")]
+        return 200, {"Code": "Success", **sts_answer(number)["Credentials"], **sts_answer(number)}
+
+    with Answers(answer) as service:
+        environ["CKPTMGR_ALIYUN_STS_ENDPOINT"] = service.url
+        oidc = {"ram_role_arn": "acs:oidc", "oidc_provider_arn": "p", "oidc_token_file": str(token)}
+        for profile, expected in (
+            ({"mode": "EcsRamRole", "ram_role_name": "trainer"}, role.access_key_id),
+            ({"mode": "EcsRamRole"}, role.access_key_id),
+            ({"mode": "CredentialsURI", "credentials_uri": service.url}, "STS.5"),
+            ({"mode": "OIDC", **oidc}, "STS.6"),
+        ):
+            write_cli(environ, {"name": "default", **profile})
+            assert keys_by(environ).access_key_id == expected, profile
+        environ["ALIBABA_CLOUD_CLI_PROFILE_DISABLED"] = "true"
+        for text, expected in (
+            ("type = ecs_ram_role\nrole_name = trainer", role.access_key_id),
+            (f"type = ram_role_arn\nrole_arn = acs:ak\naccess_key_id = a\naccess_key_secret = {SECRET}", "STS.7"),
+            (
+                f"type = oidc_role_arn\nrole_arn = acs:oidc\noidc_provider_arn = p\noidc_token_file_path = {token}",
+                "STS.6",
+            ),
+        ):
+            write_ini(environ, f"[default]\n{text}\n")
+            assert keys_by(environ).access_key_id == expected, text
+
+
+def test_a_file_that_may_not_be_read(environ: dict[str, str]) -> None:
+    """Not taken for one that is not there."""
+    path = write_cli(environ, AK)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(AccessDeniedError, match=r"config\.json cannot be read: Is a directory"):
+        keys_by(environ)
+    path.rmdir()
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(AccessDeniedError, match="it is not text"):
+        keys_by(environ)
 
 
 # -- how they are kept ---------------------------------------------------------------------------------------------
