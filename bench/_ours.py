@@ -1,4 +1,4 @@
-"""One action of ckptmgr's own path, measured without its imports: `python _ours.py ACTION PATH URL [--profile FILE] [--die-after MIB]`.
+"""One action of ckptmgr's own path, measured without its imports: `python _ours.py ACTION PATH URL [--profile FILE | --calls FILE] [--die-after MIB]`.
 
 create  -    RUN      make the run, not measured
 push    DIR  RUN      commit a directory: digests, journal, upload, manifest
@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from _clock import measured
-from _sampler import sampled
+from _sampler import counted_calls, sampled
 
 from ckptmgr.backends.registry import open_store
 from ckptmgr.core.selectors import parse_selector
@@ -62,7 +62,7 @@ def get(path: Path, url: str, moved: Callable[[int], None]) -> None:
 
 def ls(path: Path, url: str, moved: Callable[[int], None]) -> None:
     """Ends as the command does, but for the process."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())), contextlib.suppress(SystemExit):
         from ckptmgr.cli.main import main
 
         sys.argv = ["ckptmgr", "ls", url, "--json"]
@@ -109,13 +109,17 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("url")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--calls", type=Path)
     parser.add_argument("--die-after", type=int, metavar="MIB")
     options = parser.parse_args()
     # Imports the modules of its backend; no request, no client.
     open_store(re.sub(r"^(\w+://[^/]*).*", r"\1", options.url))
     action, moved = ACTIONS[options.action], die_after(options.die_after)
     syncs = Syncs()
-    with sampled(options.profile) if options.profile else contextlib.nullcontext():
+    with (
+        sampled(options.profile) if options.profile else contextlib.nullcontext(),
+        counted_calls(options.calls) if options.calls else contextlib.nullcontext(),
+    ):
         measured(lambda: action(options.path, options.url, moved), lambda: {"synced_s": syncs.seconds})
     return 0
 

@@ -250,12 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def profile(bench: Bench, name: str) -> int:
-    """Print where the processor time of ours goes in a row."""
-    path = bench.directory / "profile"
-    client = ROWS[name].clients[0]
-    with ROWS[name].actions(bench, [client], "--profile", str(path)) as actions:
-        told(name, client, actions[client])()
-    print(path.read_text())
+    """Print where the processor time of ours goes in a row: two processes, for one profile each."""
+    path, client = bench.directory / "profile", ROWS[name].clients[0]
+    for option in ("--profile", "--calls"):
+        with ROWS[name].actions(bench, [client], option, str(path)) as actions:
+            told(name, client, actions[client])()
+        print(path.read_text())
     return 0
 
 
