@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -13,7 +14,7 @@ from ckptmgr.backends.base import Backend, Capabilities, CrcKind, WriteMode, rai
 from ckptmgr.backends.localfile import open_target, write_all
 from ckptmgr.backends.oserrors import os_errors, translate_os_error
 from ckptmgr.core.checksums import Digests
-from ckptmgr.core.errors import BackendError, ConfigError, ObjectExistsError, ObjectNotFoundError
+from ckptmgr.core.errors import BackendError, BucketNotFoundError, ConfigError, ObjectExistsError, ObjectNotFoundError
 
 _COPY_BYTES = 4 << 20
 
@@ -114,7 +115,7 @@ class LocalBackend(Backend):
     def rm_file(self, path: str) -> None:
         path = self._strip_protocol(path)
         if _unlink(path):
-            fsync_dir(os.path.dirname(path))
+            _sync_removal(os.path.dirname(path))
 
     def rm_files(self, paths: Sequence[str]) -> None:
         failed: dict[str, BackendError] = {}
@@ -126,7 +127,7 @@ class LocalBackend(Backend):
             except BackendError as error:
                 failed[path] = error
         for directory in directories:
-            fsync_dir(directory)
+            _sync_removal(directory)
         raise_failed(failed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -209,6 +210,12 @@ def _walk(
         if depth is None or depth > 1:
             below = None if depth is None else depth - 1
             _walk(record["name"], below, withdirs, found, (*above, (stats.st_dev, stats.st_ino)))
+
+
+def _sync_removal(directory: str) -> None:
+    """Make removals in `directory` durable. Another process that cleans up too may have removed it as soon as it was empty."""
+    with contextlib.suppress(BucketNotFoundError):
+        fsync_dir(directory)
 
 
 def _unlink(path: str) -> bool:

@@ -60,6 +60,7 @@ def verify(
     from ckptmgr.core.errors import BackendError, ConfigError
     from ckptmgr.core.layout import RUN_FILE
     from ckptmgr.core.selectors import parse_selector
+    from ckptmgr.run.candidates import seen
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.sidecar import read_sidecar
     from ckptmgr.run.verify import Depth, verify_directory, verify_run
@@ -81,7 +82,7 @@ def verify(
         return
     chosen = None if selector is None else parse_selector(selector)
     run = RunDirectory.open(url)
-    history = run.history(cached=quick)  # what was read before says nothing of the bytes that are there now
+    history = seen(run, chosen, cached=quick)  # what was read before says nothing of the bytes that are there now
     stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
     try:

@@ -6,9 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, NotCommittedError
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    ConflictError,
+    ManifestError,
+    NotCommittedError,
+)
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import ClosingRecord
 from ckptmgr.core.selectors import Selector
 from ckptmgr.run.directory import RunDirectory, same_run
 from ckptmgr.run.store import holds_anything
@@ -26,13 +33,42 @@ class Candidate:
     source: Literal["local", "remote"]
 
 
-def look(run: RunDirectory, tier: LocalTier | None) -> tuple[History, History | None]:
+def seen(run: RunDirectory, selector: Selector | None = None, *, cached: bool = True) -> History:
+    """The run's history; for `id:` with credentials that may not list, of that one checkpoint alone.
+
+    Args:
+        cached: as for `RunDirectory.history`.
+
+    Raises:
+        CheckpointNotFoundError: it is pruned, or not there.
+        BackendError: could not look (I7).
+    """
+    try:
+        return run.history(cached=cached)
+    except AccessDeniedError:
+        stem = None if selector is None else selector.stem
+        if stem is None:
+            raise
+    logger.info("%s may not be listed with these credentials; going by the manifest of %s alone", run.url, stem)
+    try:
+        there = run.manifest(stem)
+    except ManifestError as error:
+        return History(run_uuid=run.uuid, where=run.url, broken={stem: error})
+    if isinstance(there, ClosingRecord):
+        raise CheckpointNotFoundError(f"checkpoint {stem} of {run.url} was {there.closed}", hint="name another one")
+    return History(run_uuid=run.uuid, where=run.url, manifests={stem: there})
+
+
+def look(run: RunDirectory, tier: LocalTier | None, selector: Selector | None = None) -> tuple[History, History | None]:
     """The histories of the store's run and of the local tier.
+
+    Args:
+        selector: as for `seen`.
 
     Raises:
         ConflictError: the tier is another run's, or one id means different bytes in the two.
     """
-    remote = run.history()
+    remote = seen(run, selector)
     if tier is None:
         return remote, None
     same_run(tier.run, run)
@@ -82,7 +118,7 @@ def candidates(
         NotCommittedError: there is data, but none of it is committed (I1): nothing is resumed, nothing is "empty" either.
         ManifestError: the one that is meant cannot be read.
     """
-    remote, local = look(run, tier)
+    remote, local = look(run, tier, selector)
     history = merged(remote, local)
     if not history.has_commits:
         raise nothing_committed(run, history)

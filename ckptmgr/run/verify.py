@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.core.checksums import Digester, Digests
-from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, ManifestError, ObjectNotFoundError
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    CheckpointNotFoundError,
+    ManifestError,
+    ObjectNotFoundError,
+)
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import CHECKPOINTS, Stem, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest
@@ -158,11 +164,14 @@ def verify_directory(directory: Path) -> tuple[Manifest, list[Damage]]:
 
 
 def _stored_sizes(run: RunDirectory, stems: list[Stem]) -> dict[str, dict[str, int]]:
-    """The size of every stored file, by checkpoint and path: one listing, of the one checkpoint or of all data."""
+    """The size of every stored file, by checkpoint and path: one listing, of the one checkpoint or of all data. None, if that is not permitted."""
     if not stems:
         return {}
     below = run.path(CHECKPOINTS if len(stems) > 1 else data_prefix(stems[0]))
-    listed = run.fs.find(below, detail=True)
+    try:
+        listed = run.fs.find(below, detail=True)
+    except AccessDeniedError:
+        return {}  # each file is asked about by itself
     assert isinstance(listed, dict)
     wanted = {str(stem) for stem in stems}
     sizes: dict[str, dict[str, int]] = {}
