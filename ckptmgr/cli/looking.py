@@ -52,14 +52,16 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, oldest first, or the runs of a store."""
+    from ckptmgr.backends.registry import open_store
     from ckptmgr.core.errors import CheckpointNotFoundError
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.overview import run_overview, store_overview
 
+    fs, root = open_store(url)
     try:
-        run = RunDirectory.open(url)
+        run = RunDirectory.open(url, fs=fs, root=root)
     except CheckpointNotFoundError:
-        store, runs = store_overview(url)
+        store, runs = store_overview(url, fs=fs)
         _emit_store(store, runs, as_json=as_json)
         return
     overview = run_overview(run, all_lineages=all_lineages, check=check)

@@ -44,12 +44,16 @@ def emit_json(document: Mapping[str, Any], *, is_finite: bool = False) -> None:
 
     text = b""
     if is_finite:
-        with contextlib.suppress(UnicodeEncodeError):
+        with contextlib.suppress(UnicodeEncodeError, OverflowError):
             text = msgspec.json.encode(document)
+    # ASCII: it reads the same in every locale, and a file name that is not UTF-8 does not break it.
+    options: dict[str, Any] = {"ensure_ascii": True, "allow_nan": False}
     if not text or not text.isascii():
-        # ASCII: it reads the same in every locale, and a file name that is not UTF-8 does not break it.
-        text = json.dumps(document, ensure_ascii=True, allow_nan=False).encode()
-    emit(msgspec.json.format(text, indent=2).decode())
+        text = json.dumps(document, **options).encode()
+    try:
+        emit(msgspec.json.format(text, indent=2).decode())
+    except msgspec.DecodeError:  # such a name
+        emit(json.dumps(document, indent=2, **options))
 
 
 def json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:

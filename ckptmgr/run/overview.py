@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from ckptmgr.backends.base import Backend
 from ckptmgr.core.errors import (
     BackendError,
     CheckpointNotFoundError,
@@ -144,17 +145,18 @@ def _row(
     )
 
 
-def store_overview(url: str, *, kind: str | None = None) -> tuple[str, list[RunRow]]:
+def store_overview(url: str, *, kind: str | None = None, fs: Backend | None = None) -> tuple[str, list[RunRow]]:
     """The runs one level below `url`, by name, with the newest checkpoint of each one's lineage.
 
     Args:
         kind: only those of this kind, and what could not be read.
+        fs: as for `runs_of`.
 
     Raises:
         CheckpointNotFoundError: there is none.
         BackendError: the store could not be asked. What it refuses of one run (403) is that run's `error`.
     """
-    store, runs = runs_of(url)
+    store, runs = runs_of(url, fs=fs)
     if kind is not None:
         runs = [run for run in runs if not isinstance(run, RunDirectory) or run.record.kind == kind]
     if not runs:

@@ -17,8 +17,13 @@ from ckptmgr.core.records import decode_run
 from ckptmgr.run.directory import RunDirectory
 
 
-def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError | ManifestError]]]:
+def runs_of(
+    url: str, *, fs: Backend | None = None
+) -> tuple[str, list[RunDirectory | tuple[str, BackendError | ManifestError]]]:
     """The runs one level below a store's `url`, by name; one whose run.json cannot be read, or is refused, comes as (name, error).
+
+    Args:
+        fs: the backend, if it is open already; a client of a store takes longer to make than most requests.
 
     Returns:
         The store's normalised URL, and the runs.
@@ -29,7 +34,8 @@ def runs_of(url: str) -> tuple[str, list[RunDirectory | tuple[str, BackendError 
     """
     from ckptmgr.backends.registry import normalize_url, open_store
 
-    fs, root = open_store(url)
+    opened, root = open_store(url)
+    fs = fs or opened
     store = RunDirectory(fs=fs, root=root, url=normalize_url(url))
     try:
         entries = fs.ls(root, detail=True)

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from ckptmgr.cli.tables import Column, Table
+from ckptmgr.core.layout import Stem, manifest_key
+from ckptmgr.core.manifest import Manifest, encode_manifest
+from ckptmgr.core.records import RunRecord, encode_run
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -317,3 +320,104 @@ def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None
     assert "\x1b[1m" in terminal
     assert plain.splitlines() == _table().lines(width=60)
     assert max(map(len, plain.splitlines())) <= 60
+
+
+# --- which metrics ------------------------------------------------------------------------------------------------------
+
+HF_METRICS = {
+    "eval_loss": 0.5,
+    "eval_accuracy": 0.9,
+    "eval_f1": 0.8,
+    "eval_runtime": 12.5,
+    "eval_samples_per_second": 80.0,
+    "eval_steps_per_second": 10.0,
+    "eval_model_preparation_time": 0.01,
+    "train_speed(iter/s)": 3.0,
+    "memory(GiB)": 17.0,
+    "total_flos": 1e18,
+    "num_tokens": 1e9,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-5,
+    "z_rank": 2.0,
+}
+
+
+def heads(url: str, cli_here: Cli) -> list[str]:
+    """The metrics among the heads of the table."""
+    titles = cli_here("ls", url).stdout.splitlines()[1].split()
+    return [title for title in titles if title not in ("step", "epoch", "saved", "(UTC)", "size", "why", "state", "id")]
+
+
+def commit(store: Store, step: int, **fields: Any) -> None:
+    """A checkpoint of a run, by its manifest alone."""
+    stem = Stem(1, step, 1, f"{step:08x}")
+    store.put(f"run/{manifest_key(stem)}", encode_manifest(Manifest(stem=stem, run_uuid="u", files=(), **fields)))
+
+
+@pytest.fixture
+def trained(make_store: MakeStore) -> Store:
+    """A run with what Hugging Face's Trainer and ms-swift report at each evaluation."""
+    store = make_store("local")
+    store.put("run/run.json", encode_run(RunRecord(uuid="u")))
+    commit(store, 100, metrics=HF_METRICS)
+    return store
+
+
+def test_metrics_of_the_model_come_before_those_of_the_machine(trained: Store, cli_here: Cli) -> None:
+    """Losses first; how fast it ran only where there is room; the document has all."""
+    url = f"{trained.url}/run"
+    assert heads(url, cli_here) == ["eval_loss", "eval_accuracy", "eval_f1", "grad_norm", "learning_rate", "z_rank"]
+    (row,) = strict(cli_here("ls", url, "--json").stdout)["checkpoints"]
+    assert row["metrics"] == HF_METRICS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasons": ("every_n_steps:200", "best:eval_samples_per_second")},
+        {"reasons": ("worst:eval_samples_per_second:max",)},
+        {"metric_modes": {"eval_samples_per_second": "max"}},
+    ],
+    ids=str,
+)
+def test_the_metric_that_something_was_saved_for_comes_first(
+    trained: Store, cli_here: Cli, fields: dict[str, Any]
+) -> None:
+    """Whatever it is of: somebody has chosen it."""
+    commit(trained, 200, metrics=HF_METRICS, **fields)
+    names = heads(f"{trained.url}/run", cli_here)
+    assert names[:2] == ["eval_samples_per_second", "eval_loss"]
+    assert len(names) == 6
+
+
+def test_metrics_of_the_machine_are_shown_when_there_is_room(make_store: MakeStore, cli_here: Cli) -> None:
+    """After all others."""
+    store = make_store("local")
+    store.put("run/run.json", encode_run(RunRecord(uuid="u")))
+    commit(store, 100, metrics={"eval_runtime": 1.0, "val_bleu": 2.0, "memory_used": 5.0})
+    assert heads(f"{store.url}/run", cli_here) == ["val_bleu", "eval_runtime", "memory_used"]
+
+
+# --- the document -------------------------------------------------------------------------------------------------------
+
+
+def test_a_document_is_ascii_and_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of any kind, also those that are no UTF-8; numbers that are not finite are a mistake of ours, not null."""
+    from ckptmgr.cli.output import emit_json
+
+    document: dict[str, Any] = {
+        "run": "实验",
+        "bytes": "caf\udce9",
+        "numbers": [1e-7, 10**20, -0.0, True, None],
+        "none": [{}, []],
+    }
+    for is_finite in (False, True):
+        emit_json(document, is_finite=is_finite)
+        text = capsys.readouterr().out
+        assert text.isascii()
+        assert json.loads(text) == document
+        assert text == json.dumps(document, indent=2) + "\n"
+    emit_json({"plain": {"a": [1.5, "b"]}}, is_finite=True)
+    assert capsys.readouterr().out == '{\n  "plain": {\n    "a": [\n      1.5,\n      "b"\n    ]\n  }\n}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        emit_json({"x": float("nan")})
