@@ -164,12 +164,9 @@ class ObjectStoreBackend(ObjectUploads):
 
         try:
             self._retrier(f"delete from {self.kind}://{bucket}", delete)
-        except TransientBackendError as error:
+        except TransientBackendError:
             if not passing:
                 raise
-            for one in passing.values():
-                # Tried as often as is worth it: nobody need begin anew.
-                one.__dict__.setdefault("attempts", getattr(error, "attempts", 1))
             failed.update(passing)
         return failed
 

@@ -107,6 +107,21 @@ def test_no_more_than_the_limit_and_in_the_order_of_asking() -> None:
     assert crowd.pace.used == 0
 
 
+def test_slots_that_come_free_together_are_all_taken() -> None:
+    """Whoever wakes before its turn is woken again: eight that leave at once let in eight."""
+    for _ in range(10):
+        crowd = Crowd(Pace(8))
+        for number in range(16):
+            crowd.add()
+            crowd.wait_for(min(number + 1, 8))
+            crowd.wait_for_waiting(max(0, number - 7))
+        with crowd.pace._turn:
+            for leave in crowd.leave[:8]:
+                leave.set()
+        crowd.wait_for(16)
+        crowd.end()
+
+
 def test_a_slot_comes_back_after_an_error() -> None:
     """Also when a request is interrupted."""
     pace = Pace(1)
