@@ -12,7 +12,8 @@ import pytest
 
 from ckptmgr.backends.body import SEND_BYTES, BodyCutError, FileBody
 from ckptmgr.backends.localfile import SourceFile
-from ckptmgr.core.errors import SourceChangedError, TransientBackendError
+from ckptmgr.backends.pace import Pace
+from ckptmgr.core.errors import BackendTimeoutError, SourceChangedError, TransientBackendError
 from ckptmgr.testing.memory_parts import crc64xz
 
 OFFSET = 12345
@@ -132,3 +133,21 @@ def test_a_source_that_was_written_to_is_found(source: SourceFile) -> None:
         file.write(b"other")
     with pytest.raises(SourceChangedError):
         body.check(CAUSE)
+
+
+def test_a_body_that_trickles_is_cut_and_may_be_sent_again(source: SourceFile) -> None:
+    """Row 22: two minutes for a block of 64 KiB: the request is ended, by an error that may pass, and the next try is not blamed for it."""
+    now = [0.0]
+    pace = Pace(clock=lambda: now[0])
+    body = body_of(source, pace=pace)
+    body.restart(careful=True)
+    body.start_sending()
+    now[0] += 121.0
+    with pytest.raises(BackendTimeoutError, match="trickles"):
+        body.read(16384)
+    with pytest.raises(BackendTimeoutError, match="trickles"):
+        body.check(CAUSE)
+    body.restart(careful=True)
+    body.start_sending()
+    assert b"".join(body) == PART
+    body.check(CAUSE)
