@@ -168,6 +168,26 @@ def test_any_answer_may_ask_for_time(store: BucketStore, status: int) -> None:
     assert store.get("k") == b"1"
 
 
+def test_blocks_of_large_files_take_their_turn() -> None:
+    """Who reads ranges, as verify does, keeps to the slots and the bandwidth; a manifest does not wait behind them."""
+    waits = Waits()
+    pace = Pace(1, 1000.0, waits.clock, waits.sleep)
+    used: list[tuple[str, int]] = []
+
+    def fail(request: str, path: str, when: When) -> None:
+        used.append((request, pace.used))
+
+    store = MemoryObjects(fail, retrier=waits.retrier(RetryPolicy(), pace))
+    store.fill(["a/f"], bytes(5000))
+    with pace.slot():
+        assert len(store.cat_file("a/f")) == 5000
+    assert waits.asked == []
+    assert store.cat_file("a/f", 1000, 4000) == bytes(3000)
+    assert ("get", 1) in used
+    assert 2.8 <= sum(waits.asked) <= 3.0
+    assert pace.used == 0
+
+
 # --- for ever -------------------------------------------------------------------------------------------------------------
 
 
