@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr.core import manifest as manifest_module
 from ckptmgr.core.checksums import blake3_hex, digest_bytes
 from ckptmgr.core.errors import ManifestError, ManifestVersionError
 from ckptmgr.core.layout import Stem
@@ -158,6 +159,23 @@ def test_any_manifest_is_read_back(original: Manifest) -> None:
     data = encode_manifest(original)
     assert decode_manifest(data, where=WHERE) == original
     assert encode_manifest(original) == data
+
+
+@settings(deadline=None)
+@given(original=manifests())
+def test_both_ways_to_read_a_manifest_agree(original: Manifest) -> None:
+    """The one for what this version writes, and the one for everything else; and what is written is what Python's own JSON writes."""
+    data = encode_manifest(original)
+    quick = manifest_module._decode_known(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_module, "_decode_known", lambda data: None)
+        thorough = decode_manifest(data, where=WHERE)
+    assert thorough == original
+    assert quick in (None, original)
+    is_plain = not original.extra and not any(entry.extra for entry in original.files)
+    assert (quick is not None) is is_plain
+    text = json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False)
+    assert data == text.encode() + b"\n"
 
 
 def test_the_same_content_is_known_by_its_files() -> None:
