@@ -191,10 +191,10 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
 
         Args:
             callback: as in `put_file`.
-            expected: what the object should amount to. A backend that computes the store's CRC on the way compares it with the one in here.
+            expected: what the object should amount to. A backend that digests what arrives while it arrives compares it with this.
 
         Returns:
-            whether the bytes that arrived were seen to have the size and the CRC of `expected`, which accident does not fake. False says nothing.
+            whether the file was seen to have the size and the BLAKE3 of `expected`. False says nothing.
 
         Raises:
             ObjectNotFoundError: no such object.

@@ -207,7 +207,7 @@ class SourcePass:
 
 
 def open_target(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a new, empty file at `path`, open for writing; the caller closes it. What was there is unlinked first.
+    """A descriptor of a new, empty file at `path`, open for writing and reading back; the caller closes it. What was there is unlinked first.
 
     Truncating it in place instead would reach through a hard link and empty a file that shares its bytes.
     """
@@ -215,7 +215,7 @@ def open_target(path: str | os.PathLike[str]) -> int:
     with os_errors("write", path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

@@ -20,7 +20,7 @@ from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.parts import PART_BYTES, PartJournal, PartPlan, closing_fd, download_parts, plan_parts
 from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier
-from ckptmgr.core.checksums import Digests
+from ckptmgr.core.checksums import Digests, blake3_hasher
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -176,16 +176,16 @@ class ObjectStoreBackend(ObjectUploads):
         self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
     ) -> bool:
         rpath = self._strip_protocol(rpath)
-        crc = None if expected is None else self._crc_in(expected)
         # What is known to be small needs no look before: its answer says all of it, and a digest tells two versions of it apart.
         is_whole = expected is not None and 0 < expected.size <= self._part_bytes
         etag, size = (
             (None, expected.size) if expected is not None and is_whole else self._etag_and_size(rpath, expected)
         )
+        seen = blake3_hasher() if expected is not None else None
         fd = open_target(lpath)
         try:
             with closing_fd(fd):
-                found = download_parts(
+                download_parts(
                     # With the ETag: parts of two versions of an object must not end up in one file.
                     lambda offset, length: self._incoming(rpath, etag, offset, None if is_whole else offset + length),
                     PartPlan(size=size, part_bytes=self._part_bytes),
@@ -194,14 +194,15 @@ class ObjectStoreBackend(ObjectUploads):
                     retrier=self._retrier,
                     workers=self._workers,
                     progress=callback.relative_update if callback is not None else None,
-                    crc_kind=self.crc_kind if crc is not None else None,
+                    follow=None if seen is None else seen.update,
                     is_whole=is_whole,
                 )
-            if found is None or crc is None:
+            if seen is None or expected is None:
                 return False
-            if f"{found:016x}" != crc:
-                text = f"{self._url(rpath)} arrived with {self.crc_kind} {found:016x} instead of {crc}"
-                raise ChecksumMismatchError(text, expected=crc, actual=f"{found:016x}", key=rpath)
+            found = seen.hexdigest()
+            if found != expected.blake3:
+                text = f"{self._url(rpath)} arrived with BLAKE3 {found} instead of {expected.blake3}"
+                raise ChecksumMismatchError(text, expected=expected.blake3, actual=found, key=rpath)
         except BaseException:
             # It has its full length from the beginning, and would look whole.
             with contextlib.suppress(OSError):

@@ -22,12 +22,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from ckptmgr.backends.base import CrcKind
-from ckptmgr.backends.crc import combine_all
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.backends.pace import Watch
 from ckptmgr.backends.retry import Retrier
-from ckptmgr.core.checksums import crc_function
 from ckptmgr.core.errors import CkptmgrError, SizeMismatchError, TransientBackendError
 
 PART_BYTES = 32 << 20
@@ -147,9 +144,9 @@ def download_parts(
     retrier: Retrier,
     workers: int = 4,
     progress: Callable[[int], object] | None = None,
-    crc_kind: CrcKind | None = None,
+    follow: Callable[[memoryview], object] | None = None,
     is_whole: bool = False,
-) -> int | None:
+) -> None:
     """Write all parts of `plan` to `fd`, several at a time. A part that breaks off goes on where it stopped.
 
     Every byte of the plan is written when this returns; after a failure an unknown part of them is. Tries end as the retrier's policy says, but not
@@ -158,17 +155,15 @@ def download_parts(
     Args:
         progress: called by the calling thread with the number of bytes written since the last call, several times a second where there is
             more than one part. What it raises ends the download.
-        crc_kind: compute this CRC on the way.
+        follow: called by the calling thread with all bytes of the file in order, read back from `fd` as soon as they and all before them have
+            arrived, while further parts do; the block changes after the call.
         is_whole: the plan is one part, and what is opened is the whole object, whatever it is by then: after a break it is received from its beginning.
-
-    Returns:
-        that CRC of the whole; None without `crc_kind`, or if this machine cannot compute it.
 
     Raises:
         DiskFullError: there is no room for the file.
         SizeMismatchError: the whole object has another size.
     """
-    return _Download(open_range, plan, fd, what, retrier, progress, crc_kind, is_whole).run(workers)
+    _Download(open_range, plan, fd, what, retrier, progress, follow, is_whole).run(workers)
 
 
 class _PartDown:
@@ -176,7 +171,8 @@ class _PartDown:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.done = self.crc = 0
+        self.done = 0
+        self.has_ended = False
 
 
 class _Download:
@@ -188,7 +184,7 @@ class _Download:
         what: str,
         retrier: Retrier,
         progress: Callable[[int], object] | None,
-        crc_kind: CrcKind | None,
+        follow: Callable[[memoryview], object] | None,
         is_whole: bool,
     ) -> None:
         self._open_range = open_range
@@ -197,8 +193,8 @@ class _Download:
         self._what = what
         self._retry = retrier
         self._progress = progress
-        self._kind = crc_kind
-        self._crc = crc_function(crc_kind) if crc_kind is not None else None
+        self._follow = follow
+        self._followed = 0
         self._is_whole = is_whole
         self._ended = threading.Event()
         # One write at a time: file systems take them one by one anyway, and those that wait in the kernel spin (twice the processor time, measured).
@@ -208,7 +204,7 @@ class _Download:
         self._pending: dict[Future[None], _PartDown] = {}
         self._settled = self._told = 0
 
-    def run(self, workers: int) -> int | None:
+    def run(self, workers: int) -> None:
         if self._plan.size >= _RESERVED_BYTES:
             with os_errors("write", f"the download of {self._what}", needed_bytes=self._plan.size):
                 reserve(self._fd, self._plan.size)
@@ -216,15 +212,15 @@ class _Download:
             self._run_many(min(workers, self._retry.pace.concurrency))
         elif self._parts:
             self._fetch(self._parts[0], self._tell)
-        if self._crc is None or self._kind is None:
-            return None
-        return combine_all(self._kind, ((down.crc, down.part.length) for down in self._parts))
+            self._parts[0].has_ended = True
+            self._catch_up()
 
     def _run_many(self, workers: int) -> None:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="ckptmgr-part")
         try:
             for down in self._parts:
-                while len(self._pending) >= workers:
+                # One more than there are workers, for the time that it takes to follow.
+                while len(self._pending) > workers:
                     self._settle()
                 self._pending[pool.submit(self._fetch, down)] = down
             while self._pending:
@@ -243,7 +239,25 @@ class _Download:
             down = self._pending.pop(future)
             future.result()
             self._settled += down.done
+            down.has_ended = True
+        self._catch_up()
         self._tell(sum(down.done for down in self._pending.values()))
+
+    def _catch_up(self) -> None:
+        """Have the follower see what has arrived without a gap."""
+        if self._follow is None:
+            return
+        while self._followed < len(self._parts) and self._parts[self._followed].has_ended:
+            part = self._parts[self._followed].part
+            buffer = self._take_buffer()
+            with os_errors("read", f"the download of {self._what}"):
+                for offset in range(part.offset, part.offset + part.length, len(buffer)):
+                    block = buffer[: min(len(buffer), part.offset + part.length - offset)]
+                    if os.preadv(self._fd, [block], offset) != len(block):
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    self._follow(block)
+            self._buffers.append(buffer)
+            self._followed += 1
 
     def _tell(self, under_way: int) -> None:
         if self._progress is not None:
@@ -278,7 +292,7 @@ class _Download:
         """Go on with a part; one try."""
         part = down.part
         if self._is_whole:
-            down.done = down.crc = 0
+            down.done = 0
         elif down.done == part.length:
             # It broke between the last byte and its end.
             return
@@ -292,7 +306,7 @@ class _Download:
                     raise self._wrong(part, "fewer")
             if incoming.readinto(buffer[:1]):
                 # Whoever ignores the range sends all of it, and what was written is from its beginning.
-                down.done = down.crc = 0
+                down.done = 0
                 raise self._wrong(part, "more")
 
     def _fill(self, down: _PartDown, block: memoryview, incoming: Incoming, watch: Watch) -> int:
@@ -325,8 +339,6 @@ class _Download:
             while block:
                 with self._writing:
                     count = os.pwrite(self._fd, block, down.part.offset + down.done)
-                if self._crc is not None:
-                    down.crc = self._crc(block[:count], down.crc)
                 down.done += count
                 block = block[count:]
 

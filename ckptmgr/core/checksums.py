@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import fastcrc
 from blake3 import blake3
@@ -93,6 +93,11 @@ def digest_bytes(data: bytes) -> Digests:
     digester = Digester()
     digester.update(data)
     return digester.digests()
+
+
+def blake3_hasher() -> Any:
+    """BLAKE3 of what its `update` is given: `hexdigest()`. Releases the GIL for large blocks."""
+    return blake3()
 
 
 def blake3_hex(data: bytes) -> str:

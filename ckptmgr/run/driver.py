@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmgr.backends.atomic import digest_file, link_or_copy
 from ckptmgr.core.checksums import Digests
-from ckptmgr.core.errors import BackendError, CkptmgrError, ObjectExistsError, ObjectNotFoundError, SourceChangedError
+from ckptmgr.core.errors import (
+    BackendError,
+    ChecksumMismatchError,
+    CkptmgrError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    SizeMismatchError,
+    SourceChangedError,
+)
 from ckptmgr.core.manifest import FileEntry
 from ckptmgr.core.operations import (
     CopyFile,
@@ -164,23 +172,27 @@ class StoreDriver:
         problem: str | None = None
         for _ in range(2):  # damage on the way is gone at the second try, damage at rest is not
             try:
-                self._bring(key, target)
+                problem = None if self._bring(key, target, entry) else file_problem(target, entry)
             except ObjectNotFoundError:
                 return "is missing"
-            problem = file_problem(target, entry)
+            except SizeMismatchError as exc:
+                problem = size_problem(exc.__dict__["actual"], entry)
+            except ChecksumMismatchError as exc:
+                problem = blake3_problem(exc.__dict__["actual"], entry)
             if problem is None:
                 return None
-            target.unlink()
+            target.unlink(missing_ok=True)
         return problem
 
-    def _bring(self, key: str, target: Path) -> None:
+    def _bring(self, key: str, target: Path, entry: FileEntry) -> bool:
+        """Bring the file; whether its bytes were checked on the way."""
         source = self._run.path(key)
         if not self._link:
-            self._run.fs.get_file(source, str(target), callback=self._moved)
-        elif os.path.isfile(source):
-            link_or_copy(source, target, sync=False)
-        else:
+            return self._run.fs.get_file(source, str(target), callback=self._moved, expected=entry.digests)
+        if not os.path.isfile(source):
             raise ObjectNotFoundError(f"{source} is missing", key=key)
+        link_or_copy(source, target, sync=False)
+        return False
 
 
 def is_stored(run: RunDirectory, key: str, entry: FileEntry) -> bool:
@@ -206,9 +218,9 @@ def check_stored(run: RunDirectory, key: str, entry: FileEntry, *, need_proof: b
     """
     path = run.path(key)
     try:
-        size = run.fs.info(path)["size"]
-        if size != entry.size:
-            return f"has {size} bytes instead of {entry.size}"
+        problem = size_problem(run.fs.info(path)["size"], entry)
+        if problem is not None:
+            return problem
         if run.fs.capabilities.is_local:
             return file_problem(Path(path), entry) if need_proof else None
         stored = run.fs.stored_crc(path)
@@ -223,18 +235,21 @@ def check_stored(run: RunDirectory, key: str, entry: FileEntry, *, need_proof: b
 def file_problem(path: Path, entry: FileEntry) -> str | None:
     """How the local file at `path` differs from `entry`; None if it does not. Reads all of it."""
     try:
-        size = path.stat().st_size
-        if size != entry.size:
-            return f"has {size} bytes instead of {entry.size}"
-        return digest_problem(digest_file(path), entry)
+        return size_problem(path.stat().st_size, entry) or digest_problem(digest_file(path), entry)
     except (FileNotFoundError, SourceChangedError):
         return "is missing"
 
 
 def digest_problem(digests: Digests, entry: FileEntry) -> str | None:
     """How bytes that amount to `digests` differ from `entry`; None if they do not."""
-    if digests.size != entry.size:
-        return f"has {digests.size} bytes instead of {entry.size}"
-    if digests.blake3 == entry.blake3:
-        return None
-    return f"has the blake3 {digests.blake3[:16]}… instead of {entry.blake3[:16]}…"
+    return size_problem(digests.size, entry) or blake3_problem(digests.blake3, entry)
+
+
+def size_problem(size: int, entry: FileEntry) -> str | None:
+    """How a file of `size` bytes differs from `entry` by that alone."""
+    return None if size == entry.size else f"has {size} bytes instead of {entry.size}"
+
+
+def blake3_problem(blake3: str, entry: FileEntry) -> str | None:
+    """How bytes of the right number differ from `entry`, by their BLAKE3."""
+    return None if blake3 == entry.blake3 else f"has the blake3 {blake3[:16]}… instead of {entry.blake3[:16]}…"
