@@ -31,6 +31,7 @@ from ckptmgr.run.identity import cache_dir, new_nonce, wall_s
 
 logger = logging.getLogger(__name__)
 
+# Its number goes up with any change of the records below.
 _MARK = b"ckptmgr cache 1\n"
 _HEAD_BYTES = len(_MARK) + 32
 # A run of 10,000 checkpoints of a dozen files takes 14 MB. What does not fit is read each time, the oldest checkpoints first.
@@ -258,6 +259,8 @@ class RunCache:
 
     def _load(self) -> _Body | None:
         """What is on disk; None if there is nothing to be believed."""
+        if not self._path.is_absolute():  # no home directory: it would be a folder of wherever we are
+            return None
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -286,8 +289,11 @@ class RunCache:
     def save(self) -> None:
         """Write what is known now, if enough of it is new. A disk that cannot be written costs the cache, nothing else."""
         body = self._body
-        count = len(body.manifests) + len(body.closed) + len(body.others)
-        if self._changes == 0 or self._changes * 100 < count * _MISSING_PERCENT:
+        # Copies: after a Ctrl-C, reads that were under way may still come in. What checkpoints have in common last, for it only grows.
+        manifests, closed, others = dict(body.manifests), dict(body.closed), dict(body.others)
+        body = _Body(body.url, body.uuid, list(body.common), manifests, closed, others)
+        count = len(manifests) + len(closed) + len(others)
+        if self._changes == 0 or self._changes * 100 < count * _MISSING_PERCENT or not self._path.is_absolute():
             return
         try:
             data = _encoder.encode(_trimmed(body))

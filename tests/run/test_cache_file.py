@@ -289,6 +289,40 @@ def test_a_run_that_is_looked_at_counts_as_used(caches: Path) -> None:
     assert the_file(caches).stat().st_mtime > old + 24 * 3600
 
 
+def test_without_a_home_directory_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no folder of that name wherever the process happens to be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.chdir(tmp_path)
+    records = Records([checkpoint(1)])
+    records.keep_all(records.opened()).save()
+    assert records.known(records.opened()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_that_come_in_during_the_writing_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C nobody waits for them."""
+    records = Records(checkpoint(step, producer={"host": f"node-{step}"}) for step in range(1, 101))
+    cache = records.opened()
+    late = iter(list(records.data.items())[50:])
+    for key, data in list(records.data.items())[:50]:
+        cache.keep(key, data, decode_manifest(data, where=key))
+    trimmed = cache_module._trimmed
+
+    def slow(body: Any) -> Any:
+        for key, data in late:
+            cache.keep(key, data, decode_manifest(data, where=key))
+        return trimmed(body)
+
+    monkeypatch.setattr(cache_module, "_trimmed", slow)
+    cache.save()
+    again = records.opened()
+    assert records.known(again) == list(range(1, 51))
+    for stem in (Stem(1, 1, 1, "00000001"), Stem(1, 50, 50, "00000032")):
+        found = again.record_of(stem, manifest_key(stem))
+        assert isinstance(found, Manifest)
+        assert found.producer == {"host": f"node-{stem.step}"}
+
+
 def test_a_link_in_its_place_is_not_followed(caches: Path, tmp_path: Path) -> None:
     """Neither read through nor written through."""
     records = Records([checkpoint(1)])
