@@ -12,6 +12,7 @@ import typer
 from ckptmgr.cli.command import Command
 from ckptmgr.cli.looking import Json
 from ckptmgr.cli.output import count, emit, emit_json, fail, say, size, warn
+from ckptmgr.cli.pruning import warn_of_versions
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
 
@@ -151,11 +152,8 @@ def _approve(run: RunDirectory, plan: GcPlan) -> None:
     """Say what a reader of the plan should know."""
     if plan.unseen:
         warn(f"{run.url}: unfinished uploads were not looked for: {plan.unseen}")
-    if plan.collect and run.fs.bucket_facts(run.root).versioning in ("enabled", "suspended"):
-        warn(
-            f"the bucket of {run.url} keeps older versions, so that what is removed still takes room until a lifecycle rule "
-            "for noncurrent versions removes it"
-        )
+    if plan.collect:
+        warn_of_versions(run)
 
 
 def _journals(run: RunDirectory) -> list[Journal]:

@@ -16,6 +16,7 @@ from ckptmgr.cli.tables import show as show_table
 
 if TYPE_CHECKING:
     from ckptmgr.core.retention import RetentionPlan, RetentionRule, Verdict
+    from ckptmgr.run.directory import RunDirectory
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -77,6 +78,8 @@ def prune(
         _approve(plan)
         for stem, problem in sorted(history.broken.items()):
             warn(f"{stem} is damaged and stays: {problem}")
+        if plan.delete:
+            warn_of_versions(run)
         _emit(plan.keep, plan.delete, applied=False, as_json=as_json, where=run.url)
         return
     done = execute(
@@ -90,7 +93,18 @@ def prune(
         warn(f"{verdict.manifest.id} stays: {', '.join(verdict.reasons)}")
     for stem in done.finished:
         say(f"finished the interrupted removal of {stem}")
+    if done.deleted:
+        warn_of_versions(run)
     _emit([*done.plan.keep, *done.spared], done.deleted, applied=True, as_json=as_json, where=run.url)
+
+
+def warn_of_versions(run: RunDirectory) -> None:
+    """Say so if the bucket keeps what is deleted from it: then nothing is freed, or only later."""
+    facts = run.fs.bucket_facts(run.root)
+    if facts.versioning in ("enabled", "suspended"):
+        until = f"for {facts.noncurrent_days} days" if facts.noncurrent_days else "until a rule for noncurrent versions"
+        until += "" if facts.noncurrent_days else " removes it"
+        warn(f"the bucket of {run.url} keeps older versions: what is removed still takes room {until}")
 
 
 def _approve(plan: RetentionPlan) -> None:

@@ -30,7 +30,7 @@ from ckptmgr.run.driver import check_stored, digest_problem, file_problem
 from ckptmgr.run.sidecar import read_sidecar
 
 # Large files are read in blocks; so many are in memory, or under way, over all files together.
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
 _BLOCKS = 8
 # Files at a time that are asked about, or read in one request because they are small: each costs a round trip, and hardly any bytes.
 _AT_ONCE = 16

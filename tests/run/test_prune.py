@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.backends.base import BucketFacts
+from ckptmgr.backends.local import LocalBackend
 from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run import locks
@@ -270,6 +272,20 @@ def test_local_tier_is_not_pruned(url: str, cli_here: Cli) -> None:
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "local tier" in refused.stderr
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("facts", "said"), [({"noncurrent_days": 3}, "for 3 days"), ({}, "until a rule")])
+def test_a_bucket_that_keeps_versions(
+    url: str, cli_here: Cli, monkeypatch: pytest.MonkeyPatch, facts: dict[str, int], said: str
+) -> None:
+    """There deleting frees nothing at once: plan and deed say so, unless nothing is deleted."""
+    kept_by_bucket = BucketFacts(versioning="enabled", **facts)  # type: ignore[arg-type]
+    monkeypatch.setattr(LocalBackend, "bucket_facts", lambda self, path: kept_by_bucket)
+    for yes in ([], ["--yes"]):
+        told = cli_here("prune", url, "--keep-last", "1", *yes)
+        (line,) = (line for line in told.stderr.splitlines() if line.startswith("ckptmgr: warning: "))
+        assert said in line
+    assert cli_here("prune", url, "--keep-last", "1").stderr == ""
 
 
 def test_empty_run(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
