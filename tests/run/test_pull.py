@@ -164,7 +164,7 @@ def test_a_part_is_not_resumed_from(run_url: str, cli_here: Cli, tmp_path: Path)
     assert read_sidecar(target).manifest.step == 100
 
 
-@pytest.mark.parametrize("only", ["wieghts", "rng", "*.gguf", "other/*"])
+@pytest.mark.parametrize("only", ["weight", "rng", "*.gguf", "other/*"])
 def test_only_that_means_nothing(run_url: str, cli_here: Cli, tmp_path: Path, only: str) -> None:
     """Exit 3, also when another --only means something: half of what was asked for must not look like all. It names the roles and files there are."""
     refused(
