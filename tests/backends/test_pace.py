@@ -1,83 +1,16 @@
-"""The limits of one process: requests under way, bytes per second, and what a store that asks for less gets."""
+"""The slots of one process: requests under way, and what a store that asks for less gets."""
 
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-from ckptmgr.backends.objectstore import ObjectStoreBackend
-from ckptmgr.backends.options import StoreOptions
-from ckptmgr.backends.pace import CONCURRENCY, TRICKLE_S, Pace, pace_for
-from ckptmgr.backends.registry import open_store
-from ckptmgr.backends.retry import Retrier, RetryingBackend, RetryPolicy
-from ckptmgr.core.errors import BackendTimeoutError, ConfigError, ThrottledError, TransientBackendError
-
-DEADLINE_S = 30.0
-
-
-class Clock:
-    """A clock that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def pace(self, concurrency: int = CONCURRENCY, max_bytes_s: float | None = None) -> Pace:
-        return Pace(concurrency, max_bytes_s, lambda: self.now, self.sleep)
-
-
-class Crowd:
-    """Threads that each hold one slot until they are let go; `inside` are the numbers of those that have one, in order."""
-
-    def __init__(self, pace: Pace) -> None:
-        self.pace = pace
-        self.inside: list[int] = []
-        self.changed = threading.Condition()
-        self.leave: list[threading.Event] = []
-        self.threads: list[threading.Thread] = []
-
-    def add(self) -> None:
-        """One more, behind those that wait already."""
-        number, leave = len(self.threads), threading.Event()
-        self.leave.append(leave)
-
-        def hold() -> None:
-            with self.pace.slot():
-                with self.changed:
-                    self.inside.append(number)
-                    self.changed.notify_all()
-                assert leave.wait(DEADLINE_S)
-
-        self.threads.append(threading.Thread(target=hold, daemon=True))
-        self.threads[-1].start()
-
-    def wait_for(self, count: int) -> None:
-        """Wait until so many have come in, in all."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.inside) >= count, DEADLINE_S), self.inside
-
-    def wait_for_waiting(self, count: int) -> None:
-        """Wait until so many stand in line."""
-        pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
-        while len(self.pace._waiting) != count:
-            assert time.monotonic() < deadline
-            pause.wait(0.001)
-
-    def end(self) -> None:
-        """Let everybody go."""
-        for leave in self.leave:
-            leave.set()
-        for thread in self.threads:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
+from ckptmgr.backends.pace import Pace
+from ckptmgr.backends.retry import Retrier, RetryPolicy
+from ckptmgr.core.errors import ConfigError, ThrottledError, TransientBackendError
+from ckptmgr.testing.crowd import DEADLINE_S, Crowd, PaceClock
 
 
 def succeed(pace: Pace, times: int) -> None:
@@ -194,7 +127,7 @@ def test_a_forked_child_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_that_asks_for_less_gets_half_once_a_second() -> None:
     """16, 8, 4, 2, 1, 1; a burst of refusals is one."""
-    clock = Clock()
+    clock = PaceClock()
     pace = clock.pace(16)
     for expected in (8, 4, 2, 1, 1):
         for _ in range(20):
@@ -225,7 +158,7 @@ def test_half_of_what_was_under_way() -> None:
 
 def test_the_first_to_be_refused_may_be_alone() -> None:
     """8 are guessed when one of 16 was under way; the next refusal, in the same burst, finds four: 2."""
-    clock = Clock()
+    clock = PaceClock()
     pace = clock.pace(16)
     with pace.slot():
         pace.slowed()
@@ -242,7 +175,7 @@ def test_the_first_to_be_refused_may_be_alone() -> None:
 
 def test_it_is_trusted_again_step_by_step() -> None:
     """One more for each round of successes, up to what was configured; failures are no successes."""
-    clock = Clock()
+    clock = PaceClock()
     pace = clock.pace(5)
     pace.slowed()
     clock.now += 1.0
@@ -261,7 +194,7 @@ def test_it_is_trusted_again_step_by_step() -> None:
 
 def test_a_refusal_in_between_begins_the_round_anew() -> None:
     """Successes from before it do not count."""
-    clock = Clock()
+    clock = PaceClock()
     pace = clock.pace(8)
     pace.slowed()
     succeed(pace, 3)
@@ -275,7 +208,7 @@ def test_a_refusal_in_between_begins_the_round_anew() -> None:
 
 def test_the_retrier_tells_of_it_once() -> None:
     """Row 13: each refusal of each try counts, once, however many retriers it passes; other failures do not."""
-    clock = Clock()
+    clock = PaceClock()
     pace = clock.pace(16)
     told: list[float] = []
     slowed = pace.slowed
@@ -324,7 +257,7 @@ def test_a_try_takes_a_slot_and_a_wait_between_tries_none() -> None:
 
 def test_waiting_for_a_slot_is_no_failing() -> None:
     """An hour in line does not use up the time for tries; an hour of failing does."""
-    clock = Clock()
+    clock = PaceClock()
     pace = Pace(1)
     acquire = pace._acquire
 
@@ -378,195 +311,3 @@ def test_a_retrier_that_is_stopped_does_not_stand_in_line(which: str) -> None:
     thread.join(DEADLINE_S)
     assert "waiting" in str(raised[0])
     crowd.end()
-
-
-# --- bandwidth ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cap_holds_over_any_time() -> None:
-    """Whatever the blocks: in all of it, and in every part of it, no more than the cap and a tenth of a second of it."""
-    clock = Clock()
-    pace = clock.pace(max_bytes_s=1e6)
-    seed = random.randrange(1 << 32)
-    numbers = random.Random(seed)
-    sent = [(clock.now, 0)]
-    for _ in range(500):
-        count = numbers.choice([1, 1000, 65536, 1 << 20])
-        pace.moved(count)
-        sent.append((clock.now, sent[-1][1] + count))
-        if numbers.random() < 0.1:
-            clock.now += numbers.random() * 5
-    for _ in range(200):
-        (since, before), (until, after) = sorted(numbers.sample(sent, 2))
-        # A block is accounted for as a whole when it has gone.
-        assert after - before <= 1e6 * (until - since + 0.1) + (1 << 20), f"seed {seed}"
-
-
-def test_the_cap_is_used() -> None:
-    """Blocks without a pause in between go at the cap, not below it."""
-    clock = Clock()
-    pace = clock.pace(max_bytes_s=1e6)
-    before = clock.now
-    for _ in range(100):
-        pace.moved(100_000)
-    assert clock.now - before == pytest.approx(10.0, abs=0.2)
-
-
-def test_all_threads_share_the_cap() -> None:
-    """Four threads with 100 kB each at 1 MB/s need 0.4 s, on a real clock."""
-    pace = Pace(max_bytes_s=1e6)
-    started = time.monotonic()
-
-    def send() -> None:
-        for _ in range(10):
-            pace.moved(10_000)
-
-    threads = [threading.Thread(target=send) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert time.monotonic() - started >= 0.25
-
-
-def test_a_sleep_for_the_cap_ends_with_its_event() -> None:
-    """At one byte per second a megabyte would take days."""
-    pace, stop = Pace(max_bytes_s=1.0), threading.Event()
-    thread = threading.Thread(target=pace.moved, args=(1 << 20, stop))
-    thread.start()
-    stop.set()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-
-
-def test_no_cap_no_sleep() -> None:
-    """Without one nothing waits, and blocks are as large as is cheap."""
-
-    def never(seconds: float) -> None:
-        raise AssertionError
-
-    pace = Pace(sleep=never)
-    pace.moved(1 << 40)
-    assert pace.block_bytes == 1 << 20
-
-
-@pytest.mark.parametrize(("max_bytes_s", "most"), [(1e3, 16 << 10), (1e6, 100_000), (1e9, 1 << 20)])
-def test_blocks_fit_the_cap(max_bytes_s: float, most: int) -> None:
-    """A tenth of a second of it, so that no connection is silent for long; not so small that calls are all there is."""
-    assert Pace(max_bytes_s=max_bytes_s).block_bytes == most
-
-
-# --- trickling ------------------------------------------------------------------------------------------------------------
-
-
-def trickle(clock: Clock, own_bytes_s: float, others_bytes_s: float, max_bytes_s: float | None = None) -> float:
-    """How long a request at that rate lasts beside three others; 600 s if it is not cut."""
-    pace = clock.pace(max_bytes_s=max_bytes_s)
-    crowd = Crowd(pace)
-    for number in range(4):
-        crowd.add()
-        crowd.wait_for(number + 1)
-    watch, others = pace.watch(), [pace.watch() for _ in range(3)]
-    started = clock.now
-    try:
-        while clock.now - started < 600:
-            clock.now += 10
-            for other in others:
-                other.moved(int(others_bytes_s * 10))
-            watch.moved(int(own_bytes_s * 10))
-    except BackendTimeoutError:
-        pass
-    finally:
-        crowd.end()
-    return clock.now - started
-
-
-def test_a_request_that_trickles_beside_others_is_cut() -> None:
-    """Row 22: 100 B/s for two minutes, while others have 1 MB/s: silence it is not, and yet it would take for ever."""
-    assert trickle(Clock(), 100, 1e6) == pytest.approx(TRICKLE_S)
-    assert trickle(Clock(), 0, 1e6) == pytest.approx(TRICKLE_S)
-
-
-@pytest.mark.parametrize(
-    ("own", "others"), [(100, 100), (100, 900), (2000, 1e9), (0, 0)], ids=["all", "nearly", "slow", "none"]
-)
-def test_a_slow_link_is_not_taken_for_a_bad_connection(own: float, others: float) -> None:
-    """Row 23: where all are slow, a new connection would not be faster; and 2 kB/s is slow, not dead."""
-    assert trickle(Clock(), own, others) >= 600
-
-
-@pytest.mark.parametrize(("max_bytes_s", "is_cut"), [(None, True), (500.0, False)])
-def test_one_alone_that_trickles(max_bytes_s: float | None, is_cut: bool) -> None:
-    """There is nobody to compare it with, and little to lose; unless it is slow because it was told to be."""
-    clock = Clock()
-    pace = clock.pace(max_bytes_s=max_bytes_s)
-
-    def go_on() -> None:
-        with pace.slot():
-            watch = pace.watch()
-            while clock.now < 2000:
-                watch.moved(2000)
-                clock.now += max(0.0, 10.0 - 2000 / max_bytes_s) if max_bytes_s else 10.0
-
-    if not is_cut:
-        go_on()
-        return
-    with pytest.raises(BackendTimeoutError, match=r"2\d\d bytes per second for 120 s"):
-        go_on()
-
-
-def test_it_may_slow_down_later() -> None:
-    """A request that was fast at first is judged by the last minutes, not by its mean."""
-    clock = Clock()
-    pace = clock.pace()
-    watch, other = pace.watch(), pace.watch()
-    watch.moved(1 << 30)
-
-    def go_on() -> None:
-        with pace.slot(), pace.slot():
-            while clock.now < 1600:
-                clock.now += 10
-                other.moved(1 << 20)
-                watch.moved(10)
-
-    with pytest.raises(BackendTimeoutError, match="trickles"):
-        go_on()
-    assert clock.now - 1000 <= 2 * TRICKLE_S + 10
-
-
-# --- one per process ------------------------------------------------------------------------------------------------------
-
-
-def test_equal_limits_share_one_pace() -> None:
-    """Two stores opened with equal options together keep to them."""
-
-    def options(concurrency: int, max_bytes_s: float | None) -> SimpleNamespace:
-        return SimpleNamespace(concurrency=concurrency, max_bytes_s=max_bytes_s)
-
-    one = pace_for(options(7, 123456.0))
-    assert (one.concurrency, one.max_bytes_s) == (7, 123456.0)
-    assert pace_for(options(7, 123456.0)) is one
-    others: list[Callable[[], Pace]] = [
-        lambda: pace_for(options(8, 123456.0)),
-        lambda: pace_for(options(7, None)),
-    ]
-    assert all(make() is not one for make in others)
-
-
-def test_stores_opened_alike_share_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stores of one process, of whatever kind, opened by the same variables, keep to one concurrency and one bandwidth."""
-    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "3")
-    monkeypatch.setenv("CKPTMGR_BANDWIDTH", "10M")
-
-    def pace_of(url: str, **options: object) -> Pace:
-        backend, _ = open_store(url, **options)  # type: ignore[arg-type]
-        assert isinstance(backend, RetryingBackend)
-        assert isinstance(backend.inner, ObjectStoreBackend)
-        assert backend.inner._retrier is backend.retrier
-        return backend.retrier.pace
-
-    one = pace_of("s3://bucket/a")
-    assert (one.concurrency, one.max_bytes_s) == (3, 10 << 20)
-    assert pace_of("s3://other/b") is one
-    assert pace_of("oss://bucket/c") is one
-    assert pace_of("s3://bucket/a", options=StoreOptions(concurrency=4)) is not one
