@@ -176,7 +176,8 @@ class StoreDriver:
             except ObjectNotFoundError:
                 return "is missing"
             except SizeMismatchError as exc:
-                problem = size_problem(exc.__dict__["actual"], entry)
+                actual = exc.__dict__.get("actual")
+                problem = f"has not {entry.size} bytes" if actual is None else size_problem(actual, entry)
             except ChecksumMismatchError as exc:
                 problem = blake3_problem(exc.__dict__["actual"], entry)
             if problem is None:

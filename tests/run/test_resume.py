@@ -254,9 +254,10 @@ def test_one_file_tree_prints_the_file(
 
 
 def test_interrupted_download_is_taken_up(
-    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store failed in the middle: the final name does not exist, what arrived stays, and a repeat fetches only the rest."""
+    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "1")
     store = make_store("oss")
     (stem,) = push_steps(f"{store.url}/run", 100)
     target = tmp_path / "here"
