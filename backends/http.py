@@ -373,18 +373,21 @@ class _TlsConnection(_Connection):
 
     def receive(self, view: memoryview) -> int:
         # OpenSSL gives one record of at most 16 KiB at a time: as many as have arrived, or whoever is above works for each.
-        filled = 0
-        while True:
-            try:
-                count = super().receive(view[filled:])
-            except HttpError:
-                if filled:
-                    # What arrived is good, and the next call meets the same.
+        read, poll, wanted, filled = self._sock.read, self._poll.poll, len(view), 0
+        try:
+            while True:
+                # typeshed knows neither this buffer nor this result.
+                count: int = read(wanted - filled, view[filled:])  # type: ignore[arg-type,assignment]
+                filled += count
+                if not count or filled == wanted or not poll(0):
                     return filled
-                raise
-            filled += count
-            if not count or filled == len(view) or not super().is_readable():
+        except OSError as error:
+            if filled:
+                # What arrived is good, and the next call meets the same.
                 return filled
+            if isinstance(error, TimeoutError):
+                raise StalledError("nothing arrived") from error
+            raise BrokenConnectionError(str(error)) from error
 
 
 class Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import threading
@@ -44,6 +45,22 @@ def test_it_reads_as_a_file_does(source: SourceFile) -> None:
         assert body.seek(offset, whence) == model.seek(offset, whence)
         assert body.read() == model.read()
     assert body.read(100) == b""
+    assert body.sent == 0
+
+
+def test_it_is_read_into_a_buffer(source: SourceFile) -> None:
+    """As much as the buffer takes, at most a block, from where it is; what is read to be signed is not sent."""
+    body, got = body_of(source), bytearray()
+    assert body.sha256() == hashlib.sha256(PART).hexdigest()
+    body.rewind()
+    view = memoryview(bytearray(SEND_BYTES + 100))
+    assert body.readinto(view[:10]) == 10
+    got += view[:10]
+    while count := body.readinto(view):
+        assert count <= SEND_BYTES
+        got += view[:count]
+    assert got == PART
+    assert body.readinto(view) == 0
     assert body.sent == 0
 
 
@@ -100,8 +117,56 @@ def test_each_byte_is_told_once(source: SourceFile) -> None:
     assert sum(told) == len(PART)
 
 
+def test_reading_into_a_buffer_counts_as_reading(source: SourceFile) -> None:
+    """CRC, progress and position are those of what was handed out for sending, by either way."""
+    told: list[int] = []
+    body, view = body_of(source, told=told.append), memoryview(bytearray(SEND_BYTES))
+    body.watch()
+    body.readinto(view)
+    body.rewind()
+    body.start_sending()
+    body.read(1)
+    while body.readinto(view):
+        assert body.sent == body.tell() == sum(told)
+    assert body.sent_crc == f"{crc64xz(PART, 0):016x}"
+    body.restart(careful=True)
+    body.start_sending()
+    assert body.readinto(view) == 64 << 10
+    assert sum(told) == len(PART)
+
+
+class _Waits:
+    """Seconds that a pace has slept, and its clock."""
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+
+    def clock(self) -> float:
+        return self.slept_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+
+@pytest.mark.parametrize("how", ["read", "readinto"])
+def test_a_limit_holds_for_what_is_sent(source: SourceFile, how: str) -> None:
+    """Each block waits for its turn, those of a further try too, in blocks small enough for a steady stream; signing waits for nothing."""
+    waits = _Waits()
+    pace = Pace(max_bytes_s=1 << 20, clock=waits.clock, sleep=waits.sleep)
+    body, view = body_of(source, pace=pace), memoryview(bytearray(SEND_BYTES))
+    body.sha256()
+    assert waits.slept_s == 0
+    for tries in (1, 2):
+        body.restart()
+        body.start_sending()
+        while count := len(body.read(16384)) if how == "read" else body.readinto(view):
+            assert count <= pace.block_bytes < SEND_BYTES
+        assert abs(waits.slept_s - tries * len(PART) / (1 << 20)) < 0.2
+
+
+@pytest.mark.parametrize("way", ["read", "readinto"])
 @pytest.mark.parametrize("how", ["cut", "told", "short"])
-def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: str) -> None:
+def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: str, way: str) -> None:
     """An HTTP library reports whatever a body raises as a broken connection; `check` raises what it was."""
 
     class Stopped(BaseException):
@@ -119,7 +184,8 @@ def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: 
     body.start_sending()
     kind = {"cut": BodyCutError, "told": Stopped, "short": SourceChangedError}[how]
     with pytest.raises(kind):
-        body.read()
+        while body.read() if way == "read" else body.readinto(memoryview(bytearray(SEND_BYTES))):
+            pass
     with pytest.raises(kind) as caught:
         body.check(CAUSE)
     assert caught.value.__cause__ is CAUSE
