@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptmgr.core import claims
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import ATTEMPTS, Stem, attempt_number
 from ckptmgr.core.manifest import How
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run.directory import RunDirectory
@@ -57,7 +57,9 @@ def refuse_unrestored(run: RunDirectory, history: History) -> None:
 
 def is_superseded(run: RunDirectory, attempt: int) -> bool:
     """Whether a higher attempt was claimed: this one may still commit under its own number, but never prunes (I12)."""
-    return max(run.attempts(), default=0) > attempt
+    # Their names say it all: a claim that cannot be read is one nevertheless.
+    numbers = (attempt_number(key) for key in run.keys(ATTEMPTS))
+    return max((number for number in numbers if number is not None), default=0) > attempt
 
 
 def joined_attempt(run: RunDirectory, history: History, *, new: bool) -> int:
