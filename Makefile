@@ -4,6 +4,7 @@
 # make hosts  the tests in real trainers of others, each version in an environment of its own
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
 # make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
+# make bench-transfer, bench-oss   uploads, downloads and lists beside s5cmd, rclone, obstore, s3fs and oss2
 #
 # Each makes the environment .venv first, when it is missing or older than pyproject.toml or constraints.txt. Variables:
 #   PYTHON       the Python to make .venv with                make test PYTHON=python3.12
@@ -37,7 +38,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format-check lint types layers coverage package hosts soak \
-  bench-startup bench-save bench-interference constraints clean FORCE
+  bench-startup bench-save bench-interference bench-transfer bench-oss constraints clean FORCE
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -119,7 +120,7 @@ soak: $(STAMP)
 bench-startup: $(STAMP)
 	$(BIN)/python bench/startup.py --assert $(BENCH_ARGS)
 
-bench-save bench-interference: bench-%: $(STAMP)
+bench-save bench-interference bench-transfer bench-oss: bench-%: $(STAMP)
 	$(BIN)/python bench/$*.py $(BENCH_ARGS)
 
 # --- upkeep ------------------------------------------------------------------------------------------------------------
