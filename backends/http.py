@@ -377,7 +377,7 @@ class _TlsConnection(_Connection):
         try:
             while True:
                 # typeshed knows neither this buffer nor this result.
-                count: int = read(wanted - filled, view[filled:])  # type: ignore[arg-type,assignment]
+                count: int = read(wanted - filled, view[filled:])  # type: ignore[assignment]
                 filled += count
                 if not count or filled == wanted or not poll(0):
                     return filled

@@ -206,10 +206,9 @@ class DataCalls:
         headers.update(added)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or not lines.isascii():
-            values = ", ".join(
-                repr(value) for value in headers.values() if not (value.isascii() and value.isprintable())
-            )
-            raise botocore.exceptions.ParamValidationError(report=f"{values} cannot be sent in a header")
+            # Named, not shown: it may be a token with a line break.
+            names = [name for name, value in headers.items() if not (value.isascii() and value.isprintable())]
+            raise botocore.exceptions.ParamValidationError(report=f"{', '.join(names)}: no value for a header")
         length = "" if method in ("GET", "HEAD") else f"content-length: {0 if body is None else len(body)}\r\n"
         head = f"{method} {path}{'?' if text else ''}{text} HTTP/1.1\r\n{lines}{length}{target.head}\r\n"
         return head.encode("latin-1"), body

@@ -164,6 +164,12 @@ def test_a_limit_holds_for_what_is_sent(source: SourceFile, how: str) -> None:
         assert abs(waits.slept_s - tries * len(PART) / (1 << 20)) < 0.2
 
 
+def send_all(body: FileBody, way: str) -> None:
+    view = memoryview(bytearray(SEND_BYTES))
+    while body.read() if way == "read" else body.readinto(view):
+        pass
+
+
 @pytest.mark.parametrize("way", ["read", "readinto"])
 @pytest.mark.parametrize("how", ["cut", "told", "short"])
 def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: str, way: str) -> None:
@@ -184,8 +190,7 @@ def test_what_is_not_the_networks_fault_is_found_again(source: SourceFile, how: 
     body.start_sending()
     kind = {"cut": BodyCutError, "told": Stopped, "short": SourceChangedError}[how]
     with pytest.raises(kind):
-        while body.read() if way == "read" else body.readinto(memoryview(bytearray(SEND_BYTES))):
-            pass
+        send_all(body, way)
     with pytest.raises(kind) as caught:
         body.check(CAUSE)
     assert caught.value.__cause__ is CAUSE

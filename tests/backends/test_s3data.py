@@ -323,11 +323,15 @@ def test_bodies_are_signed_where_nothing_else_protects_them(
 
 
 def test_no_header_of_a_users_making(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line break in a value is refused, not sent; so is what no header can hold."""
+    """A line break in a value is refused, not sent; so is what no header can hold. What it was is not repeated: it may be a token."""
     sent = Sent(monkeypatch)
     for value in ("a\r\nx-evil: 1", "a\nb", "a\rb", "schlüssel"):
-        with pytest.raises(ConfigError, match="header"):
+        with pytest.raises(ConfigError, match="kms-key-id: no value for a header"):
             S3Client().request("put_object", "bkt/k", Bucket="bkt", Key="k", Body=b"", SSEKMSKeyId=value)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "secret\n")
+    with pytest.raises(ConfigError, match="x-amz-security-token") as caught:
+        S3Client().request("get_object", "bkt/k", Bucket="bkt", Key="k")
+    assert "secret" not in str(caught.value)
     assert sent.last is None
 
 
