@@ -188,8 +188,9 @@ def test_as_many_parts_as_there_may_be(tmp_path: Path) -> None:
     assert store.paths() == []
     upload(None)
     assert store.data("a/f") == data
-    assert store.requests["send"] == MAX_PARTS
-    assert sent < MAX_PARTS
+    assert 9_000 <= sent < MAX_PARTS
+    # Those under way when it was cut short are sent again.
+    assert MAX_PARTS <= store.requests["send"] <= MAX_PARTS + 4
 
 
 def test_a_hundred_thousand_manifests_are_listed_in_pages() -> None:
