@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from botocore.awsrequest import AWSResponse
 
-from ckptmgr.backends import s3client, s3data
+from ckptmgr.backends import s3answers, s3client, s3data
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.http import BadAnswerError, HttpPool
 from ckptmgr.backends.localfile import SourceFile
@@ -515,4 +515,4 @@ def test_listings_are_read_as_boto3_reads_them(s3: ServerStore) -> None:
 )
 def test_times_of_listings(text: str, expected: float) -> None:
     """Stores write any number of digits."""
-    assert s3data._parse_time(text).timestamp() == expected
+    assert s3answers._parse_time(text).timestamp() == expected
