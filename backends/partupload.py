@@ -224,16 +224,10 @@ class _PartUpload:
                 if there is not None and _proves(there, digest):
                     self._receipts.append(there)
                     continue
-                while len(self._pending) >= self._workers:
+                # One more than there are workers, for the time that its CRC takes.
+                while len(self._pending) > self._workers:
                     self._settle()
-                body = FileBody(
-                    self._source,
-                    part.offset,
-                    part.length,
-                    crc=self._sender.crc,
-                    cut=self._cut,
-                    pace=self._retry.pace,
-                )
+                body = self._body(part)
                 self._pending[pool.submit(self._send, upload_id, part, body, digest)] = part, body
             while self._pending:
                 self._settle()

@@ -36,6 +36,7 @@ from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run import locks
 from ckptmgr.run.artifact_links import Origin, link, origin_of
 from ckptmgr.run.artifacts import Artifact, artifact_url
+from ckptmgr.run.contents import DIGESTING, describe, storable_files
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import host_name, new_nonce, new_uuid, utc_stamp
@@ -43,7 +44,6 @@ from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.push import journal_root
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import claim_attempt
-from ckptmgr.run.tier import describe, storable_files
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class _Pushed:
             SourceChangedError: something was written to meanwhile.
         """
         if self._name is None:
-            self.files = describe(self.root)
+            self.files = describe(self.root, workers=DIGESTING)
         else:
             self.files = (FileEntry.of(self._name, digest_file(self.place)),)
 

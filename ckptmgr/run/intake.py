@@ -21,7 +21,8 @@ from ckptmgr.backends.atomic import TEMP_PREFIX, is_temp
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.core.errors import SourceChangedError
 from ckptmgr.core.layout import Stem
-from ckptmgr.run.tier import LocalTier, storable_files
+from ckptmgr.run.contents import storable_files
+from ckptmgr.run.tier import LocalTier
 
 # linux/fs.h: share the blocks of two files until either is written to (XFS, Btrfs, bcachefs, some network file systems).
 _FICLONE = 0x40049409

@@ -15,12 +15,13 @@ from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest, content_id
 from ckptmgr.core.protocol import Committed
 from ckptmgr.run import locks
+from ckptmgr.run.contents import DIGESTING, describe, storable_files
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import host_name, new_nonce, state_dir, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import joined_attempt
-from ckptmgr.run.tier import describe, next_seq, storable_files
+from ckptmgr.run.tier import next_seq
 
 # In how many of the newest checkpoints a file is looked for that need not be sent again.
 _LOOKED_AT = 3
@@ -108,7 +109,7 @@ def push(
     at = check_pushable(directory, step=step, tag=tag)
     directory = Path(os.path.abspath(directory))
     journal = journal or Journal(journal_root(run.url), makes_root=True)
-    files = describe(directory)
+    files = describe(directory, workers=DIGESTING)
     history = run.history()
     content = content_id(files)
     # In the whole lineage, not in the highest attempt alone: saved again there, an old step would be the newest of the run.

@@ -6,24 +6,23 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.backends.atomic import (
     TEMP_PREFIX,
-    digest_file,
     find_temps,
     fsync_dir,
     make_dirs_durable,
     write_atomic,
 )
 from ckptmgr.backends.local import LocalBackend
-from ckptmgr.backends.oserrors import os_errors, translate_os_error
+from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.core import layout
-from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConfigError, ConflictError, ManifestError
+from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConflictError
 from ckptmgr.core.layout import PARTIAL, RESUMED, Stem
-from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
+from ckptmgr.core.manifest import Manifest, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
@@ -325,55 +324,3 @@ def _is_gone(pid: str) -> bool:
 def next_seq(stems: Iterable[Stem], attempt: int) -> int:
     """The save counter of the next save of `attempt` (K044: a restart never begins again at a number in use)."""
     return max((stem.seq for stem in stems if stem.attempt == attempt), default=0) + 1
-
-
-def describe(directory: Path) -> tuple[FileEntry, ...]:
-    """What `directory` holds, as the files of a manifest; reads every byte.
-
-    Links to files are stored as what they point to. A link to a folder, and anything that is neither file nor folder, is refused.
-
-    Raises:
-        ConfigError: empty, or it holds something that cannot be stored.
-        SourceChangedError: a file changed or vanished while it was read.
-    """
-    return tuple(FileEntry.of(path, digest_file(directory / path)) for path in storable_files(directory))
-
-
-def storable_files(directory: Path) -> Sequence[str]:
-    """The files that `directory` holds, sorted, without reading them.
-
-    Raises:
-        ConfigError: there is none, or something that cannot be stored.
-    """
-    found = []
-    for folder, folders, names in os.walk(directory, onerror=_unreadable):
-        folders.sort()
-        for name in folders:
-            path = Path(folder, name)
-            if path.is_symlink():
-                raise ConfigError(
-                    f"{path} is a link to a folder", hint="replace it with what it points to, or remove it"
-                )
-        for name in names:
-            path = Path(folder, name)
-            if not path.is_file():
-                kind = "a broken link" if path.is_symlink() else "neither a file nor a folder"
-                raise ConfigError(f"{path} is {kind} and cannot be stored", hint="remove it, or push another directory")
-            found.append(_storable_name(path.relative_to(directory).as_posix(), directory))
-    if not found:
-        raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
-    return sorted(found)
-
-
-def _unreadable(error: OSError) -> None:
-    """A folder that cannot be read must not be left out of a checkpoint in silence, as os.walk would."""
-    raise translate_os_error(error, "open", os.fspath(error.filename)) from error
-
-
-def _storable_name(name: str, directory: Path) -> str:
-    try:
-        return layout.check_relative_path(name)
-    except ManifestError as exc:
-        raise ConfigError(
-            f"{directory} holds a file with the name {name!r}, which no store is given", hint="rename it"
-        ) from exc

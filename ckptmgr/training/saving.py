@@ -24,9 +24,10 @@ from ckptmgr.backends.atomic import fsync_file
 from ckptmgr.core.errors import CkptmgrError, DiskFullError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest
+from ckptmgr.run.contents import describe, storable_files
 from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
 from ckptmgr.run.intake import take
-from ckptmgr.run.tier import LocalTier, describe, storable_files
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.training import state as training_state
 from ckptmgr.training.ranks import world_size
 from ckptmgr.training.staging import Stager

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -22,130 +19,13 @@ from ckptmgr.backends.http import (
     ConnectError,
     HttpPool,
     StalledError,
-    UntrustedError,
 )
-from ckptmgr.testing.certificates import make_certificates
+from ckptmgr.testing.scripted import Peer, Server
 
 DEADLINE_S = 20.0
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 BIG = os.urandom(3 * BLOCK_BYTES + 17)
-
-
-class Peer:
-    """The server's end of one connection.
-
-    Attributes:
-        number: of the connection, from 0.
-        gone: set when the test is over.
-    """
-
-    def __init__(self, sock: socket.socket, number: int, gone: threading.Event) -> None:
-        self.sock = sock
-        self.number = number
-        self.gone = gone
-        self._held = b""
-
-    def request(self) -> tuple[bytes, bytes]:
-        """Head and body of the next request; ("", "") when the client has closed."""
-        while b"\r\n\r\n" not in self._held:
-            data = self.sock.recv(1 << 20)
-            if not data:
-                return b"", b""
-            self._held += data
-        head, _, rest = self._held.partition(b"\r\n\r\n")
-        length = 0
-        for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                length = int(line.partition(b":")[2])
-        blocks = [rest]
-        got = len(rest)
-        while got < length:
-            data = self.sock.recv(1 << 20)
-            if not data:
-                return b"", b""
-            blocks.append(data)
-            got += len(data)
-        body = b"".join(blocks)
-        self._held = body[length:]
-        return head, body[:length]
-
-    def send(self, *data: bytes) -> None:
-        self.sock.sendall(b"".join(data))
-
-
-class Server:
-    """Listens on 127.0.0.1; each connection is `play`'s, in a thread of its own, until it returns.
-
-    Attributes:
-        connections: how many there were.
-        bodies: of all requests that `echo` has seen.
-    """
-
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        self.connections = 0
-        self.bodies: list[bytes] = []
-        self.play: Callable[[Peer], object] = self.echo
-        self._context = context
-        self._gone = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(DEADLINE_S)
-        self.port = self._listener.getsockname()[1]
-
-    def echo(self, peer: Peer) -> None:
-        """Answer each request with its body."""
-        while True:
-            head, body = peer.request()
-            if not head:
-                return
-            self.bodies.append(body)
-            peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body), body)
-
-    def answers(self, *answers: bytes) -> None:
-        """Answer each request on a connection with the next of these, and close after the last."""
-
-        def play(peer: Peer) -> None:
-            for answer in answers:
-                peer.request()
-                peer.send(answer)
-
-        self.play = play
-
-    def __enter__(self) -> Server:  # noqa: PYI034
-        accepting = threading.Thread(target=self._accept, daemon=True)
-        accepting.start()
-        self._threads.append(accepting)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._gone.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock = self._listener.accept()[0]
-            except OSError:
-                return
-            number, self.connections = self.connections, self.connections + 1
-            thread = threading.Thread(target=self._serve, args=(sock, number), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def _serve(self, sock: socket.socket, number: int) -> None:
-        with sock, contextlib.suppress(OSError):
-            sock.settimeout(DEADLINE_S)
-            if self._context is None:
-                self.play(Peer(sock, number, self._gone))
-                return
-            with self._context.wrap_socket(sock, server_side=True) as tls:
-                self.play(Peer(tls, number, self._gone))
 
 
 @pytest.fixture
@@ -533,95 +413,3 @@ def test_whoever_is_slow_but_moves_is_not_cut(server: Server) -> None:
     server.play = play
     head = put((8 << 20) - len(put(8 << 20)))
     assert read(pool_of(server, stall_s=0.3).request(head, Source(bytes((8 << 20) - len(head))))) == b"abc"
-
-
-# --- TLS ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For the server, and for a client that trusts it."""
-    made = make_certificates(tmp_path_factory.mktemp("tls"))
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(made.certificate, made.key)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.load_verify_locations(made.authority)
-    return server, client
-
-
-def tls_pool(server: Server, context: ssl.SSLContext, host: str = "127.0.0.1", **options: float) -> HttpPool:
-    limits = {"connect_s": DEADLINE_S, "stall_s": DEADLINE_S, **options}
-    return HttpPool(host, server.port, context=context, **limits)
-
-
-def test_tls(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    """The same over TLS; a further connection goes on with the session of the first."""
-    reused: list[bool | None] = []
-    with Server(contexts[0]) as server:
-
-        def play(peer: Peer) -> None:
-            assert isinstance(peer.sock, ssl.SSLSocket)
-            reused.append(peer.sock.session_reused)
-            server.echo(peer)
-
-        server.play = play
-        pool = tls_pool(server, contexts[1])
-        for body in (b"", b"small", BIG, Source(BIG)):
-            assert read(pool.request(put(len(body)), body)) == (body if isinstance(body, bytes) else BIG)
-        assert server.connections == 1
-        first = pool.request(put(1), b"1")
-        assert read(pool.request(put(1), b"2")) == b"2"
-        assert read(first) == b"1"
-        assert server.connections == 2
-        pool.close()
-    assert reused == [False, True]
-
-
-def test_certificates_are_checked(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An unknown authority, and another host's certificate."""
-    connect = socket.create_connection
-    with Server(contexts[0]) as server:
-        with pytest.raises(UntrustedError):
-            tls_pool(server, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)).request(GET)
-        monkeypatch.setattr(socket, "create_connection", lambda address, timeout: connect(("127.0.0.1", server.port)))
-        with pytest.raises(UntrustedError):
-            tls_pool(server, contexts[1], "another.example").request(GET)
-        assert server.bodies == []
-
-
-def test_tls_that_ends_without_saying_so(contexts: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
-    """Whoever cuts the connection cannot make a short body look whole; a server that speaks no TLS is an error too."""
-    with Server(contexts[0]) as server:
-
-        def play(peer: Peer) -> None:
-            peer.request()
-            peer.send(HTTP + b"\r\nhello")
-            peer.sock.shutdown(socket.SHUT_RDWR)
-
-        server.play = play
-        with pytest.raises(BrokenConnectionError):
-            read(tls_pool(server, contexts[1]).request(GET))
-    with Server() as plain:
-        plain.play = lambda peer: peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(BrokenConnectionError):
-            tls_pool(plain, contexts[1]).request(GET)
-
-
-def test_silence_over_tls_is_cut(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    """In the handshake, in the answer, and while sending."""
-    with Server() as plain:
-        plain.play = lambda peer: peer.gone.wait(DEADLINE_S)
-        with pytest.raises(StalledError):
-            tls_pool(plain, contexts[1], connect_s=0.1).request(GET)
-    with Server(contexts[0]) as server:
-
-        def play(peer: Peer) -> None:
-            peer.sock.recv(1000)
-            peer.gone.wait(DEADLINE_S)
-
-        server.play = play
-        for head, body in ((GET, None), (put(64 << 20), Source(bytes(64 << 20)))):
-            with pytest.raises(StalledError):
-                tls_pool(server, contexts[1], stall_s=0.2).request(head, body)

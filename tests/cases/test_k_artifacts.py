@@ -14,7 +14,7 @@ from ckptmgr import artifacts, pull_artifact, push_artifact
 from ckptmgr.core.errors import AccessDeniedError, IntegrityError, ManifestError
 from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
 from ckptmgr.run import artifact_push
-from ckptmgr.run.tier import describe
+from ckptmgr.run.contents import describe
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 

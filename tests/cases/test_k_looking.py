@@ -21,9 +21,10 @@ from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.records import TagRecord, encode_tag
 from ckptmgr.core.selectors import parse_selector
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, denied
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.drain import drain

@@ -15,8 +15,9 @@ import pytest
 
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.drain import drain

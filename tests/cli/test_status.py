@@ -18,10 +18,11 @@ import pytest
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import locks
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import new_nonce, utc_now
 from ckptmgr.run.start import claim_attempt
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.drain import drain
 from ckptmgr.transfer.queue import QueueRules, make_room

@@ -18,9 +18,10 @@ import pytest
 
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import new_nonce
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 
 Ask = Callable[..., Any]
 

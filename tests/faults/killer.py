@@ -27,11 +27,12 @@ from ckptmgr.backends.wrap import WrappedBackend
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.retention import KeepLast
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.gc import gc
 from ckptmgr.run.prune import prune
 from ckptmgr.run.push import push
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.drain import drain
 
 T = TypeVar("T")

@@ -78,7 +78,7 @@ if pid == 0:
     import json
     from ckptmgr.core.layout import Stem
     from ckptmgr.core.manifest import Manifest
-    from ckptmgr.run.tier import describe
+    from ckptmgr.run.contents import describe
     prepared = tier.prepare(Stem(1, 7, 1, "0123abcd"))
     (prepared / "a.bin").write_bytes(b"a")
     tier.commit(Manifest(stem=Stem(1, 7, 1, "0123abcd"), run_uuid=run.uuid, files=describe(prepared)), prepared, target=run.url)

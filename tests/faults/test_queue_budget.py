@@ -18,10 +18,11 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.core.errors import AccessDeniedError, CkptmgrError, DiskFullError
 from ckptmgr.core.layout import Stem
 from ckptmgr.run import locks
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import file_problem
 from ckptmgr.run.intake import take
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, transient
 from ckptmgr.testing.stores import Store
 from ckptmgr.training.manager import CheckpointManager

@@ -28,8 +28,9 @@ from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.queue import QueueRules, make_room
 from ckptmgr.transfer.upload import upload_one
 

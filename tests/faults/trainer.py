@@ -24,9 +24,10 @@ from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.retention import KeepLast
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import new_nonce, utc_stamp
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer import supervisor
 from ckptmgr.transfer.child import TransferProcess
 from ckptmgr.transfer.messages import Task

@@ -13,8 +13,9 @@ from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run import ancestry
 from ckptmgr.run.ancestry import identify, is_copy
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.tier import LocalTier, describe
+from ckptmgr.run.tier import LocalTier
 
 UUID = "00000000-0000-4000-8000-000000000001"
 Save = Callable[..., Stem]

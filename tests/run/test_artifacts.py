@@ -29,12 +29,12 @@ from ckptmgr.core.records import RunRecord, encode_run
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run import artifact_push
 from ckptmgr.run.artifacts import tag_artifact, untag_artifact
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal
 from ckptmgr.run.prune import prune
 from ckptmgr.run.push import journal_root
 from ckptmgr.run.replicate import replicate
-from ckptmgr.run.tier import describe
 from ckptmgr.run.verify import Depth, verify_run
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store

@@ -16,8 +16,9 @@ from ckptmgr.core.errors import CkptmgrError, ConfigError, DiskFullError, Perman
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run import intake
+from ckptmgr.run.contents import describe, storable_files
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.tier import LocalTier, describe, storable_files
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.upload import upload_one
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.core.layout import Stem
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.journal import Journal
 from ckptmgr.run.push import journal_root
 from ckptmgr.run.start import claim_attempt
-from ckptmgr.run.tier import describe
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 

@@ -1,0 +1,81 @@
+"""What a trainer's directory holds, as the files of a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptmgr.backends.atomic import digest_file
+from ckptmgr.backends.oserrors import translate_os_error
+from ckptmgr.core.errors import ConfigError, ManifestError
+from ckptmgr.core.layout import check_relative_path
+from ckptmgr.core.manifest import FileEntry
+
+#: Threads that digest where no training runs beside.
+DIGESTING = 4
+
+
+def describe(directory: Path, *, workers: int = 1) -> tuple[FileEntry, ...]:
+    """What `directory` holds, as the files of a manifest; reads every byte.
+
+    Links to files are stored as what they point to. A link to a folder, and anything that is neither file nor folder, is refused.
+
+    Args:
+        workers: threads that read; more than one only where no training runs beside.
+
+    Raises:
+        ConfigError: empty, or it holds something that cannot be stored.
+        SourceChangedError: a file changed or vanished while it was read.
+    """
+
+    def entry(path: str) -> FileEntry:
+        return FileEntry.of(path, digest_file(directory / path))
+
+    paths = storable_files(directory)
+    if workers < 2 or len(paths) < 2:
+        return tuple(map(entry, paths))
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(workers, len(paths)), thread_name_prefix="ckptmgr-digest") as pool:
+        return tuple(pool.map(entry, paths))
+
+
+def storable_files(directory: Path) -> Sequence[str]:
+    """The files that `directory` holds, sorted, without reading them.
+
+    Raises:
+        ConfigError: there is none, or something that cannot be stored.
+    """
+    found = []
+    for folder, folders, names in os.walk(directory, onerror=_unreadable):
+        folders.sort()
+        for name in folders:
+            path = Path(folder, name)
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a link to a folder", hint="replace it with what it points to, or remove it"
+                )
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_file():
+                kind = "a broken link" if path.is_symlink() else "neither a file nor a folder"
+                raise ConfigError(f"{path} is {kind} and cannot be stored", hint="remove it, or push another directory")
+            found.append(_storable_name(path.relative_to(directory).as_posix(), directory))
+    if not found:
+        raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
+    return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    """A folder that cannot be read must not be left out of a checkpoint in silence, as os.walk would."""
+    raise translate_os_error(error, "open", os.fspath(error.filename)) from error
+
+
+def _storable_name(name: str, directory: Path) -> str:
+    try:
+        return check_relative_path(name)
+    except ManifestError as exc:
+        raise ConfigError(
+            f"{directory} holds a file with the name {name!r}, which no store is given", hint="rename it"
+        ) from exc
