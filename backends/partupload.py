@@ -224,8 +224,7 @@ class _PartUpload:
                 if there is not None and _proves(there, digest):
                     self._receipts.append(there)
                     continue
-                # One more than there are workers, for the time that its CRC takes.
-                while len(self._pending) > self._workers:
+                while len(self._pending) >= self._workers:
                     self._settle()
                 body = self._body(part)
                 self._pending[pool.submit(self._send, upload_id, part, body, digest)] = part, body

@@ -277,11 +277,14 @@ def test_a_whole_object_of_another_size(tmp_path: Path, size: int) -> None:
 def test_parts_under_way_are_those_of_the_pace(tmp_path: Path) -> None:
     """Two slots for a download with eight workers, also beside another one: never more requests, and all bytes are there."""
     data = os.urandom(8000)
-    pace, most, lock = Pace(2), [0], threading.Lock()
+    pace, most, lock, meet = Pace(2), [0], threading.Lock(), threading.Barrier(2)
 
     def count(offset: int, length: int) -> Incoming:
+        # The requests come in pairs that wait for each other: 16 in all.
+        meet.wait(30)
         with lock:
             most[0] = max(most[0], pace.used)
+        meet.wait(30)
         return Served(data)(offset, length)
 
     retrier = Retrier(RetryPolicy(), pace=pace)
