@@ -219,12 +219,13 @@ class _Download:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="ckptmgr-part")
         try:
             for down in self._parts:
-                # One more than there are workers, for the time that it takes to follow.
-                while len(self._pending) > workers:
+                while len(self._pending) >= workers:
                     self._settle()
                 self._pending[pool.submit(self._fetch, down)] = down
+                self._catch_up()
             while self._pending:
                 self._settle()
+                self._catch_up()
         except BaseException:
             # The others write to a descriptor that is about to be closed: they must have ended.
             self._ended.set()
@@ -240,7 +241,6 @@ class _Download:
             future.result()
             self._settled += down.done
             down.has_ended = True
-        self._catch_up()
         self._tell(sum(down.done for down in self._pending.values()))
 
     def _catch_up(self) -> None:
