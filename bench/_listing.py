@@ -36,6 +36,8 @@ class Listing:
         with place.bucket() as bucket, tempfile.TemporaryDirectory(dir=bench.directory) as home:
             url = bench.create_run(place, bucket)
             _fill_run(bench, place, bucket, count)
+            if "warm" in clients:
+                _ours(bench, place, url, count, Path(home))
             known = {
                 "cold": partial(_cold, bench, place, url, count, *more),
                 "warm": partial(_ours, bench, place, url, count, Path(home), *more),
