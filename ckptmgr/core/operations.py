@@ -82,6 +82,16 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteAll:
+    """Remove `keys`, in any order and in as few requests as the store allows; those already gone are success. Result: None.
+
+    After an error any of them may be gone.
+    """
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Bring the file of `entry` from `key` to where it is wanted and check it. Result: None if it is right, else what is wrong with it."""
 
@@ -112,13 +122,11 @@ class Together:
     parts: tuple[tuple[int, Generator[Operation, Any, None]], ...]
 
 
-Operation: TypeAlias = (
-    "PutFile | CopyFile | IsStored | Create | Replace | Read | ListKeys | Delete | Fetch | Record | Together"
-)
+Operation: TypeAlias = "PutFile | CopyFile | IsStored | Create | Replace | Read | ListKeys | Delete | DeleteAll | Fetch | Record | Together"
 
 
 def one_by_one(protocol: Generator[Operation, Any, _T], *, backwards: bool = False) -> Generator[Operation, Any, _T]:
-    """`protocol` with the parts of each `Together` done one after the other: for drivers that do one thing at a time.
+    """`protocol` with the parts of each `Together`, and the keys of each `DeleteAll`, done one after the other: for drivers that do one thing at a time.
 
     Args:
         backwards: the last part first.
@@ -135,6 +143,9 @@ def one_by_one(protocol: Generator[Operation, Any, _T], *, backwards: bool = Fal
             if isinstance(operation, Together):
                 for _, part in reversed(operation.parts) if backwards else operation.parts:
                     yield from one_by_one(part, backwards=backwards)
+            elif isinstance(operation, DeleteAll):
+                for key in reversed(operation.keys) if backwards else operation.keys:
+                    yield Delete(key)
             else:
                 answer = yield operation
         except CkptmgrError as error:

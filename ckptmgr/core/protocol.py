@@ -53,7 +53,7 @@ from ckptmgr.core.manifest import ClosingRecord, FileEntry, Manifest, decode_man
 from ckptmgr.core.operations import (
     CopyFile,
     Create,
-    Delete,
+    DeleteAll,
     Fetch,
     IsStored,
     ListKeys,
@@ -261,8 +261,7 @@ def collect(stem: Stem, *, closed_at: str | None) -> Generator[Operation, Any, b
 
 
 def _delete_data(stem: Stem) -> Generator[Operation, Any, None]:
-    for key in (yield ListKeys(data_prefix(stem))):
-        yield Delete(key)
+    yield DeleteAll(tuple((yield ListKeys(data_prefix(stem)))))
 
 
 # --- read -----------------------------------------------------------------------------------------------------------------

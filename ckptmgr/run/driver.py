@@ -25,6 +25,7 @@ from ckptmgr.core.operations import (
     CopyFile,
     Create,
     Delete,
+    DeleteAll,
     Fetch,
     IsStored,
     ListKeys,
@@ -110,6 +111,8 @@ class StoreDriver:
                 return self._run.keys(prefix)
             case Delete(key):
                 return self._run.fs.rm_file(self._run.path(key))
+            case DeleteAll(keys):
+                return self._run.fs.rm_files([self._run.path(key) for key in keys])
             case PutFile(key, entry):
                 return self._put(key, entry)
             case CopyFile(source, key, entry):

@@ -21,7 +21,6 @@ from ckptmgr.core import protocol
 from ckptmgr.core.errors import ConfigError, ManifestError, ObjectExistsError
 from ckptmgr.core.layout import ATTEMPTS, GC_MARKS, PROBE_PREFIX, Stem, data_key, manifest_key, mark_key, parse_stem
 from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, decode_record
-from ckptmgr.core.operations import Delete, Operation
 from ckptmgr.core.protocol import GC_GRACE_S
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
@@ -248,29 +247,7 @@ def _remove(run: RunDirectory, litter: Litter) -> str:
 
 def _collect(run: RunDirectory, stem: Stem) -> bool:
     """Claim the name and delete the data, whoever closed it; False if it is committed after all."""
-    sweep = _Sweep(run)
-    if not drive(protocol.collect(stem, closed_at=utc_stamp()), sweep):
-        return False
-    sweep.finish()
-    return True
-
-
-class _Sweep:
-    """Performs a collection, with its deletions in as few requests as the store allows: they are its last operations, and in any order."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._driver = StoreDriver(run)
-        self._doomed: list[str] = []
-
-    def __call__(self, operation: Operation) -> Any:
-        if isinstance(operation, Delete):
-            self._doomed.append(self._run.path(operation.key))
-            return None
-        return self._driver(operation)
-
-    def finish(self) -> None:
-        self._run.fs.rm_files(self._doomed)
+    return drive(protocol.collect(stem, closed_at=utc_stamp()), StoreDriver(run))
 
 
 # --- two passes -----------------------------------------------------------------------------------------------------------------
