@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,15 @@ class Bench:
     def ours(self, place: Place, action: str, path: Path | str, url: str, *more: str) -> Measured:
         """One action of `_ours.py`."""
         return self.run_clocked(self.command(action, path, url, *more), self.environment(place))
+
+    def upload_saved(self, place: Place, directory: Path, url: str, *more: str) -> Measured:
+        """The upload of a checkpoint that was saved before."""
+        tier = self.directory / "tier"
+        self.ours(place, "save", directory, url)
+        try:
+            return self.ours(place, "upload", "-", url, *more)
+        finally:
+            shutil.rmtree(tier)
 
     def create_run(self, place: Place, bucket: str) -> str:
         """The URL of an empty run."""

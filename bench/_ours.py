@@ -1,7 +1,9 @@
 """One action of ckptmgr's own path, measured without its imports: `python _ours.py ACTION PATH URL [--profile FILE | --calls FILE] [--die-after MIB]`.
 
 create  -    RUN      make the run, not measured
-push    DIR  RUN      commit a directory: digests, journal, upload, manifest
+save    DIR  RUN      commit a directory to the local tier `tier` of the working directory, not measured: what training does before an upload
+upload  -    RUN      upload what is saved there, as the transfer process does: its CRC, compared with the manifest and by the store; journal, manifest
+push    DIR  RUN      commit a directory: BLAKE3 and CRCs, and then as upload
 resume  DIR  RUN      fetch the newest checkpoint to DIR: download, every byte verified, synced, renamed
 put     FILE OBJECT   the upload alone, of one file: its CRC, which the store compares, no BLAKE3, no manifest
 get     FILE OBJECT   the download alone, of one object
@@ -25,17 +27,41 @@ from _clock import measured
 from _sampler import counted_calls, sampled
 
 from ckptmgr.backends.registry import open_store
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.selectors import parse_selector
+from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.identity import new_nonce
 from ckptmgr.run.push import push
 from ckptmgr.run.resume import resume
+from ckptmgr.run.tier import LocalTier
+from ckptmgr.transfer.drain import drain
 
 MIB = 1 << 20
+TIER = Path("tier")
 
 
 def create(path: Path, url: str, moved: Callable[[int], None]) -> None:
     """An empty run."""
     RunDirectory.open_or_create(url)
+
+
+def save(path: Path, url: str, moved: Callable[[int], None]) -> None:
+    """By hard links, as what a trainer has written is taken."""
+    run = RunDirectory.open_or_create(url)
+    tier = LocalTier.open_or_create(TIER, uuid=run.uuid)
+    stem = Stem(1, 1, 1, new_nonce())
+    prepared = tier.prepare(stem)
+    for file in path.iterdir():
+        os.link(file, prepared / file.name)
+    tier.commit(Manifest(stem=stem, run_uuid=run.uuid, files=describe(prepared)), prepared, target=run.url)
+
+
+def upload(path: Path, url: str, moved: Callable[[int], None]) -> None:
+    """As `ckptmgr drain` does it, and the transfer process beside a training."""
+    run = RunDirectory.open(url)
+    assert drain(LocalTier.open(TIER), run).committed
 
 
 def push_directory(path: Path, url: str, moved: Callable[[int], None]) -> None:
@@ -69,7 +95,16 @@ def ls(path: Path, url: str, moved: Callable[[int], None]) -> None:
         main()
 
 
-ACTIONS = {"create": create, "push": push_directory, "resume": resume_newest, "put": put, "get": get, "ls": ls}
+ACTIONS = {
+    "create": create,
+    "save": save,
+    "upload": upload,
+    "push": push_directory,
+    "resume": resume_newest,
+    "put": put,
+    "get": get,
+    "ls": ls,
+}
 
 
 class Syncs:

@@ -16,10 +16,10 @@ from _listing import Listing
 from _peers import Job
 from _stores import NullPlace, Place
 
-OURS = ("ours", "bare", "cold", "warm")
+OURS = ("ours", "push", "bare", "cold", "warm")
 PEERS = ("s5cmd", "rclone", "obstore", "s3fs")
-MOVERS = ("ours", "bare", *PEERS)
-NOT_BARE = ("ours", *PEERS)
+UPLOADERS = ("ours", "push", "bare", *PEERS)
+DOWNLOADERS = ("ours", "bare", *PEERS)
 
 
 class Row(Protocol):
@@ -50,7 +50,7 @@ class Upload:
     title: str
     place: str
     source: str
-    clients: Sequence[str] = MOVERS
+    clients: Sequence[str] = UPLOADERS
 
     @contextlib.contextmanager
     def actions(
@@ -60,9 +60,11 @@ class Upload:
 
     def _once(self, bench: Bench, client: str, *more: str) -> Measured:
         place, directory = bench.stores.place(self.place), bench.sources.directory(self.source)
-        below = f"{RUN}/checkpoints/" if client == "ours" else f"{RUN}/"
+        below = f"{RUN}/checkpoints/" if client in ("ours", "push") else f"{RUN}/"
         with place.bucket() as bucket:
             if client == "ours":
+                found = bench.upload_saved(place, directory, f"s3://{bucket}/{RUN}", *more)
+            elif client == "push":
                 found = bench.ours(place, "push", directory, bench.create_run(place, bucket), *more)
             elif client == "bare":
                 file = bench.sources.file(self.source)
@@ -81,7 +83,7 @@ class Download:
     title: str
     place: str
     source: str
-    clients: Sequence[str] = MOVERS
+    clients: Sequence[str] = DOWNLOADERS
 
     @contextlib.contextmanager
     def actions(
@@ -197,15 +199,21 @@ def expect(count: int, wanted: int, client: str) -> None:
         raise Failed(f"{client} moved {count} bytes of {wanted}")
 
 
+def _without_bare(clients: Sequence[str]) -> Sequence[str]:
+    return [client for client in clients if client != "bare"]
+
+
 ROWS: Mapping[str, Row] = {
     "up1": Upload(title="upload, 1 file, http", place="http", source="one"),
     "up1_https": Upload(title="upload, 1 file, https", place="https", source="one"),
     "up1_null": Upload(title="upload, 1 file, null server", place="null", source="one"),
-    "up8": Upload(title="upload, 8 files, http", place="http", source="eight", clients=NOT_BARE),
+    "up8": Upload(title="upload, 8 files, http", place="http", source="eight", clients=_without_bare(UPLOADERS)),
     "down1": Download(title="download, 1 file, http", place="http", source="one"),
     "down1_https": Download(title="download, 1 file, https", place="https", source="one"),
-    "small": Upload(title="upload, small files, http", place="http", source="small", clients=NOT_BARE),
-    "small_down": Download(title="download, small files, http", place="http", source="small", clients=NOT_BARE),
+    "small": Upload(title="upload, small files, http", place="http", source="small", clients=_without_bare(UPLOADERS)),
+    "small_down": Download(
+        title="download, small files, http", place="http", source="small", clients=_without_bare(DOWNLOADERS)
+    ),
     "list": Listing(title="list of checkpoints, http", place="http"),
     "unchanged": Unchanged(title="upload, 1 unchanged file, http", place="http"),
     "unchanged_null": Unchanged(title="upload, 1 unchanged file, null server", place="null"),

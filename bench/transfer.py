@@ -5,9 +5,10 @@
 Starts its stores itself: SeaweedFS over http and https, and a server that hashes and keeps nothing (`null_s3.c`), which shows what the clients cost. The
 peers come from PyPI into an environment of their own, build/peers, made when it is missing (PIP_ARGS goes to pip).
 
-Each measurement is a process of its own, whose processor time and memory the system counts. `ours` is what the commands do: `push` of a directory (every
-byte digested, journal, manifest) and `resume` (every byte verified, synced to the disk, renamed); `bare` is the backend's `put_file` and `get_file` of
-the one file, which shows what manifest and digests cost. Of Python programs the imports are not counted; s5cmd, rclone and `ckptmgr ls` are counted whole.
+Each measurement is a process of its own, whose processor time and memory the system counts. `ours` is what happens beside and before a training: the upload
+of a saved checkpoint (every byte's CRC-64 computed, compared with the manifest, checked by the store; journal, manifest) and `resume` (every byte verified by
+BLAKE3, synced to the disk, renamed). `push` is `ckptmgr push` of a directory, which has BLAKE3 computed first: a save has that done while it is written. `bare` is
+the backend's `put_file` and `get_file` of the one file. Of Python programs the imports are not counted; s5cmd, rclone and `ckptmgr ls` are counted whole.
 
 The last line of the output is a JSON object: medians, over the rounds, of the ratio of ours to s5cmd within a round; the seconds of a cold list; and
 the most memory that ours takes beyond what it has after its imports. A row or client that is left out takes its ratios with it.
@@ -180,7 +181,8 @@ def report(found: Found, sources: Sources, rounds: int, versions: str, load: flo
             "## Transfers",
             "",
             f"`python bench/transfer.py --rounds {rounds}`: medians of {rounds} interleaved rounds, each measurement a process of its own. {sizes}",
-            "`ours` is a push of a directory (every byte digested, journal, manifest) or a resume (every byte verified, synced to the disk, renamed);",
+            "`ours` is the upload of a saved checkpoint (every byte's CRC-64 compared with the manifest and by the store; journal, manifest) or a resume (every byte",
+            "verified by BLAKE3, synced to the disk, renamed); `push` has BLAKE3 to compute as well, before the first byte, which a save does while it is written;",
             "`bare` is the upload or download alone. Imports are not counted for these, obstore and s3fs; the memory in brackets is what came after them.",
             "s5cmd, rclone and `ckptmgr ls` are counted as whole processes; none of the others verifies or syncs what it fetched. s5cmd runs as it comes, rclone",
             "with parts of 32 MiB, 4 at a time, and without MD5. Sources and stores are in the page cache; targets are new files on the disk.",
