@@ -135,29 +135,33 @@ _decoder = msgspec.msgpack.Decoder(_Body)
 class RunCache:
     """The records of one run that were read before, and still are what the store lists, for the length of one look at the run.
 
-    `record_of` and `data_of` tell what is known; `keep` and `keep_data` take what was read, from any thread; `save`, at the end, writes nothing when
-    there is nothing new.
+    Made, it has read its file; then it must `compare` that with what the store lists. `record_of` and `data_of` tell what is known, `keep` and
+    `keep_data` take what was read, from any thread; `save`, at the end, writes nothing when there is nothing new.
 
     Args:
         url: the run, as the user names it; normalised.
         uuid: its identity: one of the same name that was made anew is another run.
-        listed: what the store lists now, by key.
     """
 
-    def __init__(self, url: str, uuid: str, listed: Mapping[str, Seen]) -> None:
+    def __init__(self, url: str, uuid: str) -> None:
         name = sha256(f"{url}\n{uuid}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
         self._path = cache_dir() / "runs" / f"{name}.cache"
-        self._listed = listed
         self._body = _Body(url, uuid, [], {}, {}, {})
+        self._listed: Mapping[str, Seen] = {}
         self._common: dict[bytes, int] = {}
         self._changes = 0
-        there = self._load()
-        if there is not None:
-            self._take(there)
+        self._there = self._load()
 
-    def _take(self, there: _Body) -> None:
-        """Of what is on disk, what the store still has as it was."""
-        ours = self._body
+    def compare(self, listed: Mapping[str, Seen]) -> None:
+        """Take, of what is on disk, what the store still has as it was.
+
+        Args:
+            listed: what it lists now, by key.
+        """
+        self._listed = listed
+        ours, there, self._there = self._body, self._there, None
+        if there is None:
+            return
         ours.common = there.common
         self._common = {_encoder.encode(common): at for at, common in enumerate(there.common)}
         ours.manifests = self._unchanged(there.manifests)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core import layout
@@ -27,12 +28,15 @@ def read_history(run: RunDirectory, *, cached: bool) -> History:
     """As `RunDirectory.history`."""
     # The commits first: an attempt is claimed before its first commit, so that whatever this listing has is claimed in the next one, and no commit is
     # taken for the continuation of a lineage that its attempt turned away from.
-    commits = run.records(layout.MANIFESTS)
+    looks: list[Callable[[], Any]] = [partial(run.records, layout.MANIFESTS)]
+    if cached and run.fs.capabilities.etags:
+        looks.append(partial(_open_cache, run))  # read while the store makes its listing
+    commits, *caches = run.map(lambda look: look(), looks)
     claims, pointers = run.map(run.records, [layout.ATTEMPTS, layout.TAGS])
     stems = stems_in(commits)
     attempts = [key for key in claims if layout.attempt_number(key) is not None]
     tags = [key for key in pointers if key.endswith(".json")]
-    cache = _cache_of(run, {**commits, **claims, **pointers}) if cached and run.fs.capabilities.etags else None
+    cache = _compared(caches[0], {**commits, **claims, **pointers}) if caches else None
     try:
         outcomes = _outcomes(run, stems, cache)
         data = _data(run, [*attempts, *tags], cache)
@@ -50,10 +54,17 @@ def read_history(run: RunDirectory, *, cached: bool) -> History:
     )
 
 
-def _cache_of(run: RunDirectory, listed: Mapping[str, Mapping[str, Any]]) -> RunCache:
-    from ckptmgr.run.cache import RunCache, Seen  # nothing for a local run to load
+def _open_cache(run: RunDirectory) -> RunCache:
+    from ckptmgr.run.cache import RunCache  # nothing for a local run to load
 
-    return RunCache(run.url, run.uuid, {key: Seen.of(record) for key, record in listed.items()})
+    return RunCache(run.url, run.uuid)
+
+
+def _compared(cache: RunCache, listed: Mapping[str, Mapping[str, Any]]) -> RunCache:
+    from ckptmgr.run.cache import Seen
+
+    cache.compare({key: Seen.of(record) for key, record in listed.items()})
+    return cache
 
 
 def _outcomes(run: RunDirectory, stems: Mapping[Stem, str], cache: RunCache | None) -> dict[Stem, Outcome]:

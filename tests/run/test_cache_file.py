@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from hashlib import md5
 from pathlib import Path
@@ -43,6 +43,13 @@ def seen(data: bytes) -> Seen:
     return Seen(md5(data, usedforsecurity=False).hexdigest(), len(data), 1_700_000_000_000)
 
 
+def opened(listed: Mapping[str, Seen], *, url: str = URL, uuid: str = UUID) -> RunCache:
+    """As a process that looks at the run now."""
+    cache = RunCache(url, uuid)
+    cache.compare(listed)
+    return cache
+
+
 class Records:
     """The records of a run as a store would list them."""
 
@@ -50,7 +57,7 @@ class Records:
         self.data = {manifest_key(manifest.stem): encode_manifest(manifest) for manifest in manifests}
 
     def opened(self) -> RunCache:
-        return RunCache(URL, UUID, {key: seen(data) for key, data in self.data.items()})
+        return opened({key: seen(data) for key, data in self.data.items()})
 
     def keep_all(self, cache: RunCache) -> RunCache:
         for key, data in self.data.items():
@@ -174,22 +181,22 @@ def test_a_tag_is_kept_only_if_the_etag_proves_its_bytes(etag: str, size: int, i
     digest = md5(data, usedforsecurity=False).hexdigest()
     etag = {"md5": digest, "MD5": digest.upper(), "md5-2": f"{digest}-2"}.get(etag, etag)
     listed = {key: Seen(etag, len(data) + size, 1)}
-    cache = RunCache(URL, UUID, listed)
+    cache = opened(listed)
     cache.keep_data(key, data)
     cache.save()
-    assert RunCache(URL, UUID, listed).data_of(key) == (data if is_kept else None)
+    assert opened(listed).data_of(key) == (data if is_kept else None)
 
 
 def test_a_claim_is_kept_by_any_etag() -> None:
     """Nobody ever writes it again."""
     data, key = b"a claim", attempt_key(1)
     listed = {key: Seen("0" * 32, len(data), 1)}
-    cache = RunCache(URL, UUID, listed)
+    cache = opened(listed)
     cache.keep_data(key, data)
     cache.save()
-    assert RunCache(URL, UUID, listed).data_of(key) == data
-    assert RunCache(URL, "another uuid", listed).data_of(key) is None
-    assert RunCache("s3://bucket/exp/run2", UUID, listed).data_of(key) is None
+    assert opened(listed).data_of(key) == data
+    assert opened(listed, uuid="another uuid").data_of(key) is None
+    assert opened(listed, url="s3://bucket/exp/run2").data_of(key) is None
 
 
 def test_seen_by_a_record_of_a_listing() -> None:
