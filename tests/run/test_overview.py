@@ -407,7 +407,7 @@ def test_a_document_is_ascii_and_strict_json(capsys: pytest.CaptureFixture[str])
 
     document: dict[str, Any] = {
         "run": "实验",
-        "bytes": "caf\udce9",
+        "bytes": "na\udce9",
         "numbers": [1e-7, 10**20, -0.0, True, None],
         "none": [{}, []],
     }
