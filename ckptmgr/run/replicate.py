@@ -132,6 +132,8 @@ class _Progress:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._written_at = 0.0
+        # Confirmed, and to be noted with the next write.
+        self._waiting: set[str] = set()
 
     def note(self, **changes: Any) -> None:
         """Keep the entry with these changes, durably."""
@@ -144,13 +146,14 @@ class _Progress:
             # Whatever comes now, nothing more is sent under this name.
             abort_multiparts(self.entry, self._target)
         with self._lock:
+            if event.event == "confirmed" and self._may_wait(event.path):
+                self._waiting.add(event.path)
+                return
             entry = self.entry.after(event)
             if event.event == "renamed":
+                self._waiting.clear()
                 entry = replace(entry, began_at_s=self._now_s())
-            if event.event == "confirmed" and self._may_wait(event.path):
-                self.entry = entry
-            else:
-                self._write(entry)
+            self._write(entry)
 
     def parts(self, path: str) -> PartJournal:
         return _FileParts(self, path)
@@ -169,6 +172,9 @@ class _Progress:
         return fresh and path in self._small and self._target.fs.capabilities.stored_crc is not None
 
     def _write(self, entry: UploadEntry) -> None:
+        if self._waiting:
+            entry = replace(entry, confirmed=entry.confirmed | self._waiting)
+            self._waiting.clear()
         self.entry = entry
         self._journal.write(entry)
         self._written_at = time.monotonic()
