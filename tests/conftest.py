@@ -34,6 +34,15 @@ _REMOVED_PREFIXES = ("CKPTMGR_", "ALIBABA_CLOUD_")
 _with_faults: list[MotoServer | OssServer] = []
 
 
+def pytest_configure() -> None:
+    """That a machine is busy is no failure of a property."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("ckptmgr", deadline=None)
+        settings.load_profile("ckptmgr")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_real_cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Dummy credentials, endpoints that lead nowhere, and a home of its own, for this process and its children."""
