@@ -284,13 +284,13 @@ def test_nothing_found(
     refused(cli_here("artifact", "ls", f"{store.url}/run"), 3, "a run of checkpoints", "ckptmgr ls")
     assert cli_here("artifact", "push", final, f"{store.url}/model", "--tag", "production").returncode == 0
     before = store.snapshot()
-    refused(cli_here("artifact", "pull", f"{store.url}/modle"), 3, "no artifact at")
+    refused(cli_here("artifact", "pull", f"{store.url}/mode1"), 3, "no artifact at")
     refused(cli_here("artifact", "pull", f"{store.url}/model@9"), 3, "has no version 9: there is v1")
     refused(cli_here("artifact", "pull", f"{store.url}/model@prodution"), 3, "did you mean production?")
     refused(cli_here("artifact", "show", f"{store.url}/model@rc"), 3, "its tags are production")
     refused(cli_here("artifact", "pull", f"{store.url}/model", "--only", "optimizer"), 3, "--only optimizer", "weights")
     refused(cli_here("artifact", "tag", f"{store.url}/model", "2", "rc"), 3, "has no version 2")
-    refused(cli_here("artifact", "untag", f"{store.url}/model", "produktion"), 3, "did you mean production?")
+    refused(cli_here("artifact", "untag", f"{store.url}/model", "prod-uction"), 3, "did you mean production?")
     refused(cli_here("artifact", "push", final, f"{store.url}/model2", "--from", f"{store.url}/run@7"), 3, "steps")
     assert store.snapshot() == before
     assert not list(tmp_path.glob("model*"))
