@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
+from ckptmgr.backends.http import BadAnswerError
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -74,6 +76,48 @@ class AnswerTable:
         if status in self._statuses:
             return self._statuses[status]
         return (TransientBackendError if status >= 500 and status != 501 else PermanentBackendError), ""
+
+
+# Such are answered without a document of the store's by balancers that wait for it or limit it, and are the same from both.
+_MEANT_BY_ANYBODY = (408, 409, 412, 429)
+_PASSING = (302, 303, 307, 404)
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+class NoStoreError(BadAnswerError):
+    """Somebody else answered: a web server, an ingress without its backend, a portal. Never "nothing there" (I7).
+
+    Args:
+        status: of the answer.
+        lacks: what every store's answer has.
+        location: where a redirect leads; its query, which may hold tokens, is left out.
+    """
+
+    def __init__(self, status: int, lacks: str, location: str = "") -> None:
+        self.status = status
+        said = f"answered {status} without {lacks}"
+        if status in REDIRECTS:
+            said = f"answered {status}, a redirect to {_shown(location)}, without {lacks}"
+        super().__init__(f"{said}: it is not a store, or something stands before it")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it is what stands there while the store is away."""
+        return self.status < 300 or self.status in _PASSING
+
+
+def is_no_stores(code: str, status: int, *, is_head: bool) -> bool:
+    """Whether a refusal without the store's own code is not the store's; the answer to a HEAD, which has no body, does not tell."""
+    return not code and not is_head and 300 <= status < 500 and status not in _MEANT_BY_ANYBODY
+
+
+def _shown(location: str) -> str:
+    try:
+        url = urlsplit(location)
+    except ValueError:
+        return "no URL"
+    shown = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}" if url.netloc else url.path
+    return shown[:200] or "nowhere"
 
 
 def retry_after_s(headers: Mapping[str, Any]) -> float | None:

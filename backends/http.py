@@ -22,6 +22,7 @@ from ckptmgr.backends.httpconnection import (
     ConnectError,
     Connection,
     HttpError,
+    PlainHttpError,
     StalledError,
     TlsConnection,
     UntrustedError,
@@ -37,6 +38,7 @@ __all__ = [
     "ConnectError",
     "HttpError",
     "HttpPool",
+    "PlainHttpError",
     "StalledError",
     "UntrustedError",
 ]
@@ -44,6 +46,8 @@ __all__ = [
 # A firewall or a balancer forgets a silent connection without telling us; a new one costs a round trip, a forgotten one a stall.
 _IDLE_S = 20.0
 _MOST_IDLE = 32
+#: OpenSSL's word for an answer that is not TLS.
+NOT_TLS = "WRONG_VERSION_NUMBER"
 
 
 class HttpPool:
@@ -155,6 +159,11 @@ class HttpPool:
             )
         except ssl.SSLCertVerificationError as error:
             raise UntrustedError(error.verify_message) from error
+        except ssl.SSLError as error:
+            self._session = None
+            if error.reason == NOT_TLS:
+                raise PlainHttpError("it does not speak TLS") from error
+            raise BrokenConnectionError(f"no TLS connection: {error}") from error
         except TimeoutError as error:
             raise StalledError(f"no TLS connection within {self._connect_s:g} s") from error
         except OSError as error:

@@ -34,6 +34,10 @@ class BrokenConnectionError(HttpError):
     """Raised when the connection ended in the middle of a request or its answer."""
 
 
+class PlainHttpError(HttpError):
+    """Raised when what answers the beginning of TLS does not speak TLS."""
+
+
 class UntrustedError(HttpError):
     """Raised when the certificate is not one of the host's, or of no known authority."""
 

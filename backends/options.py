@@ -102,7 +102,7 @@ class StoreOptions:
             sign_payload=cast("SignPayload", given.choice("CKPTMGR_SIGN_PAYLOAD", "sign_payload") or "auto"),
             create_only=cast("CreateOnly", given.choice("CKPTMGR_CREATE_ONLY", "create_only") or "auto"),
             sse=cast("Sse | None", given.choice("CKPTMGR_SSE", "sse")),
-            storage_class=given.text("CKPTMGR_STORAGE_CLASS"),
+            storage_class=given.storage_class("CKPTMGR_STORAGE_CLASS"),
             profile=given.text("CKPTMGR_STORE_PROFILE"),
             engine=cast("Engine", given.choice("CKPTMGR_S3_ENGINE", "engine") or "auto"),
         )
@@ -127,6 +127,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 # Of S3 (GLACIER_IR can be read at once) and of OSS.
 _ARCHIVES = {"glacier", "deep_archive", "archive", "coldarchive", "deepcoldarchive"}
+_READABLE = (
+    "give a class that is read at once, such as STANDARD, STANDARD_IA or GLACIER_IR on S3, Standard or IA on OSS"
+)
 _KMS = ("aws:kms", "aws:kms:dsse", "KMS")
 
 
@@ -154,6 +157,12 @@ class _Variables:
             meant = f"did you mean {allowed[close[0]]}? " if close else ""
             raise _wrong(name, text, "is not known", f"{meant}allowed are {', '.join(allowed.values())}")
         return allowed[text.lower()]
+
+    def storage_class(self, name: str) -> str | None:
+        text = self.text(name)
+        if text is not None and text.lower() in _ARCHIVES:
+            raise _wrong(name, text, "is an archive, which cannot be resumed from", _READABLE)
+        return text
 
     def size(self, name: str, least: int, most: int) -> int | None:
         text = self.text(name)

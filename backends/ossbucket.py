@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import oss2  # type: ignore[import-untyped, unused-ignore]
 
+from ckptmgr.backends.answers import NoStoreError
 from ckptmgr.backends.base import PendingUpload
 from ckptmgr.backends.parts import Receipt
 
@@ -40,7 +41,16 @@ class LifecycleRule:
 
 
 class Bucket(oss2.Bucket):  # type: ignore[misc, unused-ignore]
-    """`oss2.Bucket`, with these answers read in full."""
+    """`oss2.Bucket`, with these answers read in full, and no answer taken that is not from a store."""
+
+    def _do(self, method: str, bucket_name: str, key: str, **options: Any) -> Any:
+        response = super()._do(method, bucket_name, key, **options)
+        # OSS sends the first with everything, and the second with every object; a proxy may cut the first off.
+        if not response.headers.get("x-oss-request-id") and not response.headers.get("etag"):
+            close = getattr(response, "close", None) or response.response.close
+            close()
+            raise NoStoreError(response.status, "an ETag")
+        return response
 
     def parts_with_crc(self, key: str, upload_id: str) -> list[Receipt]:
         """All parts of an upload, with the CRC that OSS keeps of each.

@@ -17,7 +17,7 @@ import requests
 import urllib3.exceptions
 
 from ckptmgr.backends import http
-from ckptmgr.backends.answers import AnswerTable, Meaning, retry_after_s
+from ckptmgr.backends.answers import AnswerTable, Meaning, NoStoreError, is_no_stores, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -104,7 +104,9 @@ def translate(
         # oss2 wraps the errors of requests here, but not those met while a body is read.
         error = error.exception
     if isinstance(error, ox.ServerError):
-        return _from_answer(error, what, facts, now_s)
+        return _from_answer(error, what, facts, now_s, endpoint)
+    if isinstance(error, NoStoreError):
+        return TransientBackendError(f"{what}: {endpoint} {error}", hint="check OSS_ENDPOINT", **facts)
     if isinstance(error, ET.ParseError | http.BadAnswerError):
         # Something in between, a portal's page perhaps.
         return TransientBackendError(
@@ -119,6 +121,11 @@ def translate(
     ):
         hint = "point REQUESTS_CA_BUNDLE at the certificate of its authority"
         return PermanentBackendError(f"{what}: the certificate of {endpoint} is not trusted", hint=hint, **facts)
+    if isinstance(error, http.PlainHttpError) or (
+        isinstance(error, requests.exceptions.SSLError) and http.NOT_TLS in str(error)
+    ):
+        hint = "the endpoint speaks plain HTTP: use http:// in OSS_ENDPOINT"
+        return PermanentBackendError(f"{what}: {endpoint} does not speak TLS", hint=hint, **facts)
     if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
         return ConfigError(f"{what}: {error}", hint="check OSS_ENDPOINT")
     if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError | http.StalledError):
@@ -146,14 +153,18 @@ def _never_connected(error: Exception) -> bool:
     )
 
 
-def _from_answer(error: Any, what: str, facts: dict[str, Any], now_s: float | None) -> BackendError:
+def _from_answer(error: Any, what: str, facts: dict[str, Any], now_s: float | None, endpoint: str) -> BackendError:
     kind, hint = classify(error.code, error.status)
     skew_s = _skew_s(error, now_s) if error.code == SKEWED else None
-    if kind is ObjectNotFoundError:
+    if is_no_stores(error.code, error.status, is_head=facts["operation"] == "look up"):
+        stranger = NoStoreError(error.status, "an OSS error", str(error.headers.get("location", "")))
+        kind = TransientBackendError if stranger.may_pass else kind
+        text, hint = f"{what}: {endpoint} {stranger}", "check OSS_ENDPOINT"
+    elif kind is ObjectNotFoundError:
         text = f"no object oss://{facts['key']}"
     elif kind is ObjectExistsError:
         text = f"oss://{facts['key']} exists already"
-    elif kind is AccessDeniedError and facts["operation"] == "list" and error.code in ("AccessDenied", ""):
+    elif kind is AccessDeniedError and facts["operation"] == "list" and error.code == "AccessDenied":
         text, hint = f"no permission to list oss://{facts['key']}", "grant oss:ListObjects to these credentials"
     elif skew_s is not None and abs(skew_s) < _HELD_BACK_S:
         # Ours is right: the request was on its way for so long. Signed anew, it has another date.

@@ -332,7 +332,7 @@ class _Download:
         """The error for an answer that ended, as it says itself, where it should not have."""
         if self._is_whole:
             text = f"{self._what} has {how} bytes than the {part.length} that it should have"
-            return SizeMismatchError(text, expected=part.length, key=self._what)
+            return SizeMismatchError(text, expected=part.length, key=self._what, how=how)
         text = f"{self._what} was answered with {how} bytes than the {part.length} asked for from {part.offset} on"
         return TransientBackendError(text)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import email.utils
+import io
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote_plus
 
+from ckptmgr.backends.answers import REDIRECTS, NoStoreError
 from ckptmgr.backends.http import Answer, BadAnswerError
 
 _NAMES = {
@@ -16,6 +18,68 @@ _NAMES = {
     "x-amz-checksum-crc64nvme": "ChecksumCRC64NVME",
     "x-amz-checksum-type": "ChecksumType",
 }
+
+
+NO_ERROR = "an S3 error"
+_ROOTS = {
+    "DeleteObjects": "DeleteResult",
+    "ListMultipartUploads": "ListMultipartUploadsResult",
+    "ListObjectsV2": "ListBucketResult",
+    "ListParts": "ListPartsResult",
+}
+# Where an answer of botocore's holds what every store says.
+_REQUIRED = {
+    "CompleteMultipartUpload": ("ETag",),
+    "CopyObject": ("CopyObjectResult", "ETag"),
+    "CreateMultipartUpload": ("UploadId",),
+    "GetObject": ("ETag",),
+    "HeadObject": ("ETag",),
+    "PutObject": ("ETag",),
+    "UploadPart": ("ETag",),
+    "UploadPartCopy": ("CopyPartResult", "ETag"),
+}
+
+
+def distrust(client: Any) -> None:
+    """Have `client`, of boto3, raise `NoStoreError` where it would take a stranger's page for an empty answer, or follow it for ever."""
+    events = client.meta.events
+    # Before botocore, which asks with a HEAD where the bucket is, and again when that is redirected too.
+    events.register_first("needs-retry.s3", _check_redirect)
+    events.register("after-call.s3", _check_success)
+
+
+def _check_redirect(response: Any, operation: Any, **kwargs: Any) -> None:
+    if response is None or response[0].status_code not in REDIRECTS or operation.name == "HeadObject":
+        return
+    headers = {name.lower(): value for name, value in response[0].headers.items()}
+    code = str(response[1].get("Error", {}).get("Code", ""))
+    if "x-amz-bucket-region" not in headers and (not code or code.isdigit() or operation.name == "HeadBucket"):
+        raise NoStoreError(response[0].status_code, NO_ERROR, headers.get("location", ""))
+
+
+def _check_success(http_response: Any, parsed: dict[str, Any], model: Any, **kwargs: Any) -> None:
+    status = http_response.status_code
+    if status >= 300:
+        return
+    if model.name in _ROOTS and _root(http_response.content) != _ROOTS[model.name]:
+        raise NoStoreError(status, f"a <{_ROOTS[model.name]}>")
+    found: Any = parsed
+    for name in _REQUIRED.get(model.name, ()):
+        found = found.get(name) if isinstance(found, dict) else None
+        if not found:
+            if hasattr(parsed.get("Body"), "close"):
+                parsed["Body"].close()
+            raise NoStoreError(status, f"an {name}")
+
+
+def _root(document: bytes) -> str:
+    """The name of the outermost element; "" if there is none."""
+    try:
+        for _, element in ET.iterparse(io.BytesIO(document.strip()), events=("start",)):
+            return str(element.tag).rpartition("}")[2]
+    except ET.ParseError:
+        pass
+    return ""
 
 
 def parse_headers(headers: dict[str, str], *, is_of_object: bool) -> dict[str, Any]:
@@ -66,11 +130,11 @@ def parse_page(document: bytes) -> dict[str, Any]:
     try:
         root = ET.fromstring(document)
     except ET.ParseError as error:
-        raise BadAnswerError(f"answered with a listing that is no XML: {error}") from error
+        raise NoStoreError(200, "a <ListBucketResult>") from error
     space, _, name = root.tag.rpartition("}")
     space = f"{space}}}" if space else ""
     if name != "ListBucketResult":
-        raise BadAnswerError(f"answered with <{name}> instead of a listing")
+        raise NoStoreError(200, "a <ListBucketResult>")
     decode: Callable[[str], str] = unquote_plus if root.findtext(f"{space}EncodingType") == "url" else str
     page: dict[str, Any] = {"IsTruncated": root.findtext(f"{space}IsTruncated") == "true"}
     token = root.findtext(f"{space}NextContinuationToken")

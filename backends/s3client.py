@@ -22,6 +22,7 @@ from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
 from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.profiles import Profile, profile_of
+from ckptmgr.backends.s3answers import distrust
 from ckptmgr.backends.s3data import DataCalls, ElsewhereError
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.core.errors import BackendError, ConfigError
@@ -285,6 +286,7 @@ class _Made:
         events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: clock}))
         events.register("before-send.s3", _mark_as_sending)
         events.register_last("before-call.s3", _do_not_wait_for_leave)
+        distrust(self.client)
 
 
 def _sign_no_payload_over_tls(client: Any, options: StoreOptions) -> None:

@@ -23,8 +23,9 @@ import botocore.exceptions
 import botocore.httpsession
 import botocore.utils
 
+from ckptmgr.backends.answers import NoStoreError
 from ckptmgr.backends.body import FileBody
-from ckptmgr.backends.http import Answer, BadAnswerError, HttpPool
+from ckptmgr.backends.http import Answer, HttpPool
 from ckptmgr.backends.options import SignPayload
 from ckptmgr.backends.s3answers import check_range, parse_error, parse_headers, parse_page
 from ckptmgr.backends.sigv4 import EMPTY_SHA256, UNSIGNED, Keys, Signer, encode_path, encode_query
@@ -152,6 +153,8 @@ class DataCalls:
         if operation == "get_object":
             try:
                 check_range(answer, arguments.get("Range"))
+                if "ETag" not in parsed:
+                    raise NoStoreError(answer.status, "an ETag")
             except BaseException:
                 answer.close()
                 raise
@@ -159,7 +162,7 @@ class DataCalls:
             return parsed
         answer.read(_MOST_ERROR_BYTES)
         if operation != "delete_object" and "ETag" not in parsed:
-            raise BadAnswerError(f"answered {answer.status} without an ETag")
+            raise NoStoreError(answer.status, "an ETag")
         return parsed
 
     def moved(self, bucket: str, target: Target) -> None:
@@ -263,7 +266,7 @@ class DataCalls:
         if not getattr(self._capturing, "is_on", False):
             return None
         self._capturing.request = request
-        return botocore.awsrequest.AWSResponse(request.url, 200, {}, _Nothing())
+        return botocore.awsrequest.AWSResponse(request.url, 200, {"etag": '"none"'}, _Nothing())
 
     def _pool(self, scheme: str, host: str, port: int) -> HttpPool:
         pool = self._pools.get((scheme, host, port))

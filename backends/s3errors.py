@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import botocore.exceptions as bc
 
 from ckptmgr.backends import http
-from ckptmgr.backends.answers import CLOCK_HINT, AnswerTable, Meaning, retry_after_s
+from ckptmgr.backends.answers import CLOCK_HINT, AnswerTable, Meaning, NoStoreError, is_no_stores, retry_after_s
+from ckptmgr.backends.s3answers import NO_ERROR
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -30,6 +31,7 @@ from ckptmgr.core.errors import (
 
 _KEYS_HINT = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _EXPIRED_HINT = "renew the session credentials (AWS_SESSION_TOKEN)"
+_ENDPOINT_HINT = "check AWS_ENDPOINT_URL"
 _REGION_HINT = "set AWS_DEFAULT_REGION to the bucket's region"
 
 _CODES: dict[str, Meaning] = {
@@ -121,7 +123,10 @@ def translate(error: Exception, operation: str, path: str, endpoint: str) -> Ckp
     facts: dict[str, Any] = {"backend": "s3", "operation": operation, "key": path}
     what = f"cannot {_WORDS.get(operation, operation)} s3://{path}"
     if isinstance(error, bc.ClientError):
-        return _from_answer(error, what, facts)
+        return _from_answer(error, what, facts, endpoint)
+    if isinstance(error, NoStoreError):
+        no_store = TransientBackendError if error.may_pass else PermanentBackendError
+        return no_store(f"{what}: {endpoint} {error}", hint=_ENDPOINT_HINT, status=error.status, **facts)
     endpoint = _asked(error) or endpoint
     for kinds, ours, text, hint in _LOCAL:
         if isinstance(error, kinds):
@@ -132,6 +137,9 @@ def translate(error: Exception, operation: str, path: str, endpoint: str) -> Ckp
     if is_untrusted or isinstance(error, http.UntrustedError):
         hint = "point AWS_CA_BUNDLE at the certificate of its authority"
         return PermanentBackendError(f"{what}: the certificate of {endpoint} is not trusted", hint=hint, **facts)
+    if isinstance(error, http.PlainHttpError) or (isinstance(error, bc.SSLError) and http.NOT_TLS in str(error)):
+        hint = "the endpoint speaks plain HTTP: use http:// in AWS_ENDPOINT_URL"
+        return PermanentBackendError(f"{what}: {endpoint} does not speak TLS", hint=hint, **facts)
     if isinstance(error, http.BadAnswerError):
         return TransientBackendError(f"{what}: {endpoint} {error}", **facts)
     broken = http.HttpError, bc.HTTPClientError, OSError, bc.IncompleteReadError, bc.ResponseStreamingError
@@ -175,17 +183,27 @@ _LOCAL: tuple[tuple[tuple[type[Exception], ...], type[CkptmgrError], str, str], 
 )
 
 
-def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any]) -> BackendError:
+def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any], endpoint: str) -> BackendError:
     meta = error.response.get("ResponseMetadata", {})
     status = int(meta.get("HTTPStatusCode", 0))
     code = code_of(error)
     kind, hint = classify(code, status)
     message = error.response.get("Error", {}).get("Message", "")
-    if kind is ObjectNotFoundError:
+    headers = meta.get("HTTPHeaders", {})
+    is_from_elsewhere = is_no_stores(code, status, is_head=facts["operation"] == "head_object")
+    # With this header a store says that the bucket is in another region.
+    if is_from_elsewhere and "x-amz-bucket-region" not in headers:
+        stranger = NoStoreError(status, NO_ERROR, str(headers.get("location", "")))
+        kind = TransientBackendError if stranger.may_pass else kind
+        if facts["operation"].startswith("get_bucket_"):
+            # Not every store knows of versions and rules.
+            kind = PermanentBackendError
+        text, hint = f"{what}: {endpoint} {stranger}", _ENDPOINT_HINT
+    elif kind is ObjectNotFoundError:
         text = f"no object s3://{facts['key']}"
     elif kind is ObjectExistsError:
         text = f"s3://{facts['key']} exists already"
-    elif kind is AccessDeniedError and facts["operation"] == "list_objects_v2" and code in ("AccessDenied", ""):
+    elif kind is AccessDeniedError and facts["operation"] == "list_objects_v2" and code == "AccessDenied":
         text, hint = (
             f"no permission to list s3://{facts['key']}",
             "grant s3:ListBucket on the bucket to these credentials",
@@ -193,5 +211,5 @@ def _from_answer(error: bc.ClientError, what: str, facts: dict[str, Any]) -> Bac
     else:
         text = f"{what}: {code or status}{f': {message}' if message and message != code else ''}"
     if issubclass(kind, TransientBackendError):
-        facts["retry_after_s"] = retry_after_s(meta.get("HTTPHeaders", {}))
+        facts["retry_after_s"] = retry_after_s(headers)
     return kind(text, hint=hint, code=code, status=status, **facts)

@@ -78,7 +78,8 @@ def ls(
 def _emit_run(overview: RunOverview) -> None:
     committed = [row.manifest for row in overview.rows if row.manifest is not None]
     newest = overview.history.newest()
-    tail = f", newest: step {newest.step}" if newest is not None else ""
+    is_damaged = any(row.stem == newest and row.state == "damaged" for row in overview.rows)
+    tail = f", newest: step {newest.step}{' (damaged)' if is_damaged else ''}" if newest is not None else ""
     total = size(sum(manifest.size_bytes for manifest in committed))
     emit(f"{overview.run.url}: {count(len(committed), 'checkpoint')}, {total}{tail}")
     if not overview.rows:

@@ -25,7 +25,7 @@ from ckptmgr.cli import (
     verifying,
 )
 from ckptmgr.cli.command import Group, InterruptedCommand, OutputClosed
-from ckptmgr.cli.output import fail
+from ckptmgr.cli.output import STDOUT, fail, stdout_named
 
 _EPILOG = """\b
 RUN is a run URL: s3://bucket/exp/run, oss://bucket/exp/run, file:///dir/run,
@@ -101,10 +101,10 @@ def run(argv: Sequence[str]) -> int:
         code = app(
             args=words, prog_name="ckptmgr", standalone_mode=False, obj=moving.Invocation(command, verbose=verbose)
         )
-        sys.stdout.flush()
+        with stdout_named():
+            sys.stdout.flush()
     except (OutputClosed, BrokenPipeError):
-        # What is still in the buffer would fail once more at the end of the interpreter.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return 0
     except (InterruptedCommand, KeyboardInterrupt):
         fail("interrupted")
@@ -116,6 +116,11 @@ def run(argv: Sequence[str]) -> int:
             traceback.print_exception(error)
         return _report(error)
     return code if isinstance(code, int) else 0
+
+
+def _give_up_stdout() -> None:
+    """What is still in the buffer would fail once more at the end of the interpreter."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -164,6 +169,10 @@ def _report(error: Exception) -> int:
         return error.exit_code
     if hasattr(error, "format_message"):  # what typer raises for a wrong command line, whichever click it carries
         return _report_usage(error)
+    if isinstance(error, OSError) and error.errno and error.filename == STDOUT:
+        _give_up_stdout()
+        fail(f"cannot write to stdout: {error.strerror}")
+        return 4
     if isinstance(error, OSError) and error.errno:
         from ckptmgr.backends.oserrors import translate_os_error
 

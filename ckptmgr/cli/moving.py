@@ -15,7 +15,7 @@ import typer
 from ckptmgr.cli.command import Command, CommandWithTail, local_directory
 from ckptmgr.cli.draining import drain_tier
 from ckptmgr.cli.looking import SELECTOR_HELP, Json, Run
-from ckptmgr.cli.output import count, emit, emit_json, progress, say, size
+from ckptmgr.cli.output import compact, count, emit, emit_json, progress, say, size, warn
 
 if TYPE_CHECKING:
     from ckptmgr.core.manifest import Manifest
@@ -242,6 +242,11 @@ def push(
             moved=bar.moved,
         )
     manifest = pushed.manifest
+    if pushed.existed and _differs(metrics, manifest):
+        held = ", ".join(f"{name}={compact(value)}" for name, value in sorted(manifest.metrics.items())) or "none"
+        warn(
+            f"the metrics given were not recorded: {pushed.stem} is there already with metrics {held}, and a manifest is written once"
+        )
     if as_json:
         emit_json(
             {
@@ -257,6 +262,13 @@ def push(
     what = "was there already" if pushed.existed else "committed"
     files = count(len(manifest.files), "file")
     say(f"step {manifest.step}, {files}, {size(manifest.size_bytes)}: {what} in {run.url}")
+
+
+def _differs(metrics: dict[str, float], manifest: Manifest) -> bool:
+    """Whether `manifest` lacks one of `metrics`, or has it with another value. NaN equals NaN here."""
+    return any(
+        name not in manifest.metrics or repr(manifest.metrics[name]) != repr(value) for name, value in metrics.items()
+    )
 
 
 def metric_of(text: str) -> tuple[str, float]:

@@ -13,6 +13,9 @@ from typing import Any
 
 from ckptmgr.core.units import size_text
 
+#: In place of a file name.
+STDOUT = "stdout"
+
 
 def say(text: str) -> None:
     """A line for the reader, on stderr."""
@@ -29,9 +32,21 @@ def fail(text: str) -> None:
     say(f"ckptmgr: error: {text}")
 
 
+@contextlib.contextmanager
+def stdout_named() -> Iterator[None]:
+    """Name stdout in an error of the operating system that the body meets by writing there; a reader that has gone keeps its own."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror, STDOUT) from exc
+
+
 def emit(text: str) -> None:
     """A result for a person or a pipe, on stdout."""
-    print(text, flush=True)
+    with stdout_named():
+        print(text, flush=True)
 
 
 def emit_json(document: Mapping[str, Any], *, is_finite: bool = False) -> None:

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptmgr.cli.output import one_line
+from ckptmgr.cli.output import one_line, stdout_named
 
 _GAP = "  "
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -76,7 +76,8 @@ def terminal_width() -> int | None:
 def show(table: Table) -> None:
     """Print `table` on stdout, as wide as the terminal allows."""
     styled = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    print("\n".join(table.lines(width=terminal_width(), styled=styled)))
+    with stdout_named():
+        print("\n".join(table.lines(width=terminal_width(), styled=styled)))
 
 
 def _fit(columns: Sequence[Column], natural: Sequence[int], width: int | None) -> list[int]:

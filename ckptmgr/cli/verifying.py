@@ -85,14 +85,26 @@ def verify(
     history = seen(run, chosen, cached=quick)  # what was read before says nothing of the bytes that are there now
     stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
+    sized: list[tuple[Stem, str]] = []
     try:
         with progress("verifying", 0 if quick else total) as moved:
-            damage = verify_run(run, history, stems, depth, moved=moved, beside=_note)
+            damage = verify_run(
+                run, history, stems, depth, moved=moved, beside=_note, sized=lambda *file: sized.append(file)
+            )
     except BackendError as error:
         for item in getattr(error, "damage", ()):
             warn(f"{item.stem} is damaged: {item.file} {item.why}")
         raise
-    _emit_damage(len(stems), damage, as_json=as_json, where=run.url)
+    files = sum(len(history.manifests[stem].files) for stem in stems if stem in history.manifests)
+    _emit_damage(len(stems), damage, as_json=as_json, where=run.url, depth=_compared(len(sized), files))
+
+
+def _compared(sized: int, files: int) -> str:
+    """What the reader must know of a check that found `sized` of so many files only to be there, in their size."""
+    if not sized:
+        return ""
+    what = "sizes only" if sized == files else f"{sized} of {count(files, 'file')} by size only"
+    return f" ({what}: this store keeps no checksum{'s' if sized == files else ' of them'})"
 
 
 def _note(stem: Stem, files: list[str]) -> None:
@@ -121,12 +133,12 @@ def _share(text: str) -> float:
     return percent / 100
 
 
-def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: str) -> None:
+def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: str, depth: str = "") -> None:
     if as_json:
         found = [{"id": str(item.stem), "step": item.stem.step, "file": item.file, "why": item.why} for item in damage]
         emit_json({"checked": checked, "damaged": found})
     elif not damage:
-        emit(f"{where}: {count(checked, 'checkpoint')} checked, no damage")
+        emit(f"{where}: {count(checked, 'checkpoint')} checked, no damage{depth}")
     else:
         table = Table(
             Column(title="step", right=True),

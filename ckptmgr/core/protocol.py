@@ -103,7 +103,7 @@ def replicate(
     Args:
         manifest: what to commit; its stem is used by no other save (I2).
         new_nonce: draws the nonce of a new stem, needed when gc has closed this one.
-        confirmed: paths of `manifest` that the journal says are in the store under its stem.
+        confirmed: paths of `manifest` that the journal says are in the store under its stem; what is not there any more is sent again.
         resumed: an earlier try may have got further than the journal knows: look before sending.
         stale_at: the present time, ISO 8601, if the earlier try began so long ago (`is_stale`) that gc may be about to take its name. The
             name is then closed as gc would do, unless it proves to be committed, or pruned since, and the upload goes on under a new one.
@@ -132,6 +132,10 @@ def replicate(
             with contextlib.suppress(AccessDeniedError):
                 verdict = judge((yield Read(key)))
         if verdict == "absent":
+            if done:
+                # Confirmed long ago, perhaps: somebody may have cleaned up since, or put an empty store in this one's place.
+                there = set((yield ListKeys(data_prefix(manifest.stem))))
+                done = {path for path in done if data_key(manifest.stem, path) in there}
             yield Together(
                 tuple(
                     (entry.size, _store(manifest.stem, entry, look=resumed, copy_of=(copies or {}).get(entry.path)))

@@ -24,6 +24,11 @@ class PacedBackend(WrappedBackend):
         self._seconds = seconds
         self._never = threading.Event()
 
+    @property
+    def concurrency(self) -> int:
+        """One file after the other, so that an upload is half done for a while."""
+        return 1
+
     def _around(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
         result = call()
         if verb == "put_file":

@@ -13,6 +13,7 @@ from ckptmgr.backends.atomic import is_temp
 from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
+    AccessDeniedError,
     CheckpointNotFoundError,
     ConfigError,
     ConflictError,
@@ -33,7 +34,7 @@ from ckptmgr.core.records import (
 )
 from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
 from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
-from ckptmgr.run.loose import LooseData, Names, loose_in, names_below, names_in
+from ckptmgr.run.loose import LooseData, Names, foreign_in, loose_in, names_below, names_in
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -97,8 +98,8 @@ class RunDirectory:
             kind: `checkpoints` or `artifact`: what it is, or becomes.
 
         Raises:
-            ConflictError: it is of the other kind, or something lies there that a new run would hide: other runs, or another run's manifests;
-                nothing was changed.
+            ConflictError: it is of the other kind, or something lies there that a new run would hide: other runs, or another run's manifests; or
+                it would lie within another run, or beside other things at the root of a bucket. Nothing was changed.
         """
         try:
             return cls.open(url, fs=fs, root=root)._of_kind(kind)
@@ -177,7 +178,41 @@ class RunDirectory:
                 f"{self.url} is a store of runs ({below}, …), not a run",
                 hint=f"name a run in it, such as {self.url}/NEW; nothing was changed",
             )
+        if uuid is None:  # else it has been somewhere already, or is the local tier of such a one
+            self._refuse_place()
         return uuid or new_uuid()
+
+    def _refuse_place(self) -> None:
+        """Raise ConflictError if a run here would lie within another one, which shows it as foreign data, or take a whole bucket that others use."""
+        parts = self.root.rstrip("/").split("/")
+        above = ["/".join(parts[:count]) for count in range(1, len(parts)) if parts[count - 1]]
+        outer = next(
+            (place for place, is_run in zip(above, self.map(self._is_run, above), strict=True) if is_run), None
+        )
+        if outer is not None:
+            levels = len(parts) - len(outer.split("/"))
+            name = self.url.rsplit("/", levels)[0]
+            raise ConflictError(
+                f"{self.url} lies within the run {name}",
+                hint=f"name that run, or another place such as {name.rsplit('/', 1)[0]}/NEW; nothing was changed",
+                url=self.url,
+            )
+        if len(parts) == 1 and not self.fs.capabilities.is_local:
+            others = foreign_in(names_below(self, ""))
+            if others:
+                raise ConflictError(
+                    f"{self.url} is a bucket that holds other things ({others[0]}, …), not a run",
+                    hint=f"name a run in it, such as {self.url.rstrip('/')}/NEW; nothing was changed",
+                    url=self.url,
+                )
+
+    def _is_run(self, place: str) -> bool:
+        """Whether a run lies at `place`. Above our own prefix we may have no permission to look, and may meet another program's run.json."""
+        try:
+            decode_run(self.fs.cat_file(f"{place}/{layout.RUN_FILE}"), where=place)
+        except (ObjectNotFoundError, AccessDeniedError, ManifestError):
+            return False
+        return True
 
     def _run_uuid_in(self, stem: Stem) -> str | None:
         """The run that the manifest of `stem` names; None if it cannot be read."""

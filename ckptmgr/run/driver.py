@@ -180,7 +180,8 @@ class StoreDriver:
                 return "is missing"
             except SizeMismatchError as exc:
                 actual = exc.__dict__.get("actual")
-                problem = f"has not {entry.size} bytes" if actual is None else size_problem(actual, entry)
+                how = exc.__dict__.get("how", "other")
+                problem = f"has {how} bytes than {entry.size}" if actual is None else size_problem(actual, entry)
             except ChecksumMismatchError as exc:
                 problem = blake3_problem(exc.__dict__["actual"], entry)
             if problem is None:

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptmgr.backends.atomic import make_dirs_durable, write_atomic
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ManifestError, PermanentBackendError
+from ckptmgr.core.errors import BackendError, ManifestError, PermanentBackendError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FORMAT, VERSION, canonical_json, convert_record, decode_record
 from ckptmgr.core.operations import Record
@@ -111,7 +111,7 @@ class Journal:
     def entries(self) -> list[UploadEntry]:
         """Every entry that can be read, oldest first. A torn one cannot exist; a foreign file is passed over."""
         found = []
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted((self._root / layout.UPLOADS).iterdir()):
                 stem = layout.parse_stem(path.name.removesuffix(".json"))
                 entry = self.read(stem) if stem is not None and path.suffix == ".json" else None
@@ -168,8 +168,15 @@ class Journal:
             "size_bytes": entry.size_bytes,
         }
         path = self._root / layout.upload_key(entry.stem)
-        make_dirs_durable(path.parent)
-        write_atomic(path, canonical_json(document))
+        try:
+            make_dirs_durable(path.parent)
+            write_atomic(path, canonical_json(document))
+        except BackendError as error:
+            if self._makes_root:  # it is the user's state directory, which whoever pushes has not named
+                error.hint = (
+                    "the journal of a push is kept there; set XDG_STATE_HOME to a directory that can be written"
+                )
+            raise
 
     def forget(self, stem: Stem) -> None:
         """Remove the entry of a save whose local copy is gone."""

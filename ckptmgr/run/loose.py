@@ -74,9 +74,13 @@ def loose_in(run: RunDirectory, known: Iterable[Stem], names: Names) -> list[Loo
         bare = _is_bare_folder(run, f"{layout.CHECKPOINTS}/{name}")
         state: LooseState = "bare" if bare else "foreign" if stem is None else "uncommitted"
         result.append(LooseData(name=name, state=state, stem=stem))
-    foreign = (name for name in names.top if name not in _OURS and not layout.is_doctors(name))
-    result.extend(LooseData(name=name, state="foreign") for name in foreign)
+    result.extend(LooseData(name=name, state="foreign") for name in foreign_in(names.top))
     return result
+
+
+def foreign_in(names: Iterable[str]) -> list[str]:
+    """Those of `names`, which lie directly in a run, that no run of ours has."""
+    return [name for name in names if name not in _OURS and not layout.is_doctors(name)]
 
 
 def _is_bare_folder(run: RunDirectory, key: str) -> bool:

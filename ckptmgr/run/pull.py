@@ -16,7 +16,7 @@ from typing import get_args
 
 from ckptmgr.backends.atomic import link_or_copy
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
+from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError, ManifestError, ManifestVersionError
 from ckptmgr.core.files import FileEntry, Role
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
@@ -170,7 +170,14 @@ def _meant(run: RunDirectory, selector: Selector) -> Manifest:
     wanted, history = candidates(selector, run, None, fall_back=False)
     stem: Stem = wanted[0][0].stem
     if stem not in history.manifests:
-        raise history.broken[stem]
+        why = history.broken[stem]
+        if isinstance(why, ManifestVersionError):
+            raise why
+        raise ManifestError(
+            f"{stem} of {run.url} is damaged: {why.message}",
+            hint="choose another of `ckptmgr ls --check`; nothing was changed",
+            stem=stem,
+        ) from why
     return history.manifests[stem]
 
 

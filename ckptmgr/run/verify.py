@@ -75,12 +75,15 @@ def verify_run(
     *,
     moved: Callable[[int], object] = lambda count: None,
     beside: Callable[[Stem, list[str]], object] = lambda stem, files: None,
+    sized: Callable[[Stem, str], object] = lambda stem, path: None,
 ) -> list[Damage]:
     """Check each of `stems`; returns everything that is wrong, in their order. One that is pruned meanwhile is passed over.
 
     Args:
         moved: called with the number of bytes checked since the last call, from any thread.
         beside: called with the files that lie under a checkpoint and are not named by its manifest: a note, not damage.
+        sized: called, from any thread, with each file that is there in its size and of which no more was compared: it was not to be read, and the
+            store keeps no checksum of it.
 
     Raises:
         BackendError: the store could not be asked; nothing is called damaged because of that (I7). What was found before is in `damage`.
@@ -90,7 +93,7 @@ def verify_run(
     found: list[Damage] = []
     try:
         stored = _stored_sizes(run, readable)
-        checks = _Checks(run, depth, stored, moved)
+        checks = _Checks(run, depth, stored, moved, sized)
         outcomes = checks.outcomes((stem, entry) for stem in readable for entry in history.manifests[stem].files)
         for stem in ordered:
             if stem in history.broken:
@@ -187,16 +190,22 @@ class _Checks:
 
     Args:
         sizes: of what is stored, by checkpoint and path. What it lacks is looked for again before it counts as missing.
-        moved: as for `verify_run`.
+        moved, sized: as for `verify_run`.
     """
 
     def __init__(
-        self, run: RunDirectory, depth: Depth, sizes: dict[str, dict[str, int]], moved: Callable[[int], object]
+        self,
+        run: RunDirectory,
+        depth: Depth,
+        sizes: dict[str, dict[str, int]],
+        moved: Callable[[int], object],
+        sized: Callable[[Stem, str], object] = lambda stem, path: None,
     ) -> None:
         self._run = run
         self._depth = depth
         self._sizes = sizes
         self._moved = moved
+        self._sized = sized
         self._blocks = ThreadPoolExecutor(max_workers=_BLOCKS, thread_name_prefix="ckptmgr-block")
         self._room = threading.Semaphore(_BLOCKS)
         self._ended = threading.Event()
@@ -232,19 +241,32 @@ class _Checks:
             # Some stores list late. Only what a look at the very object confirms is damage.
             problem = check_stored(self._run, key, entry)
         if problem is None:
-            problem = self._content_problem(key, entry)
+            problem = self._content_problem(stem, key, entry)
         return problem
 
-    def _content_problem(self, key: str, entry: FileEntry) -> str | None:
+    def _content_problem(self, stem: Stem, key: str, entry: FileEntry) -> str | None:
         """What is wrong with a file of the right size."""
         is_local = self._run.fs.capabilities.is_local
         if not self._depth.reads():
-            return None if is_local else _crc_problem(self._run, key, entry)
+            return self._crc_problem(stem, key, entry)
         if not is_local:
             return self._read_problem(key, entry)
         problem = file_problem(Path(self._run.path(key)), entry)
         self._moved(entry.size)
         return problem
+
+    def _crc_problem(self, stem: Stem, key: str, entry: FileEntry) -> str | None:
+        """What the store's own checksum says against the bytes at `key`; None if nothing, or if there is none to compare."""
+        kind = self._run.fs.capabilities.stored_crc
+        expected = None if kind is None else getattr(entry, kind)
+        try:
+            stored = None if expected is None else self._run.fs.stored_crc(self._run.path(key))
+        except ObjectNotFoundError:
+            return "is missing"
+        if stored is None:
+            self._sized(stem, entry.path)
+            return None
+        return None if stored == (kind, expected) else f"has the {kind} {stored[1]} instead of {expected}"
 
     def _read_problem(self, key: str, entry: FileEntry) -> str | None:
         problem: str | None = None
@@ -289,20 +311,6 @@ class _Checks:
                 future.cancel()
                 self._room.release()
         return digester.digests()
-
-
-def _crc_problem(run: RunDirectory, key: str, entry: FileEntry) -> str | None:
-    """What the store's own checksum says against the bytes at `key`; None if nothing, or if there is none to compare."""
-    kind = run.fs.capabilities.stored_crc
-    if kind is None or getattr(entry, kind) is None:
-        return None
-    try:
-        stored = run.fs.stored_crc(run.path(key))
-    except ObjectNotFoundError:
-        return "is missing"
-    if stored is None or stored == (kind, getattr(entry, kind)):
-        return None
-    return f"has the {kind} {stored[1]} instead of {getattr(entry, kind)}"
 
 
 def _is_still_committed(run: RunDirectory, stem: Stem) -> bool:

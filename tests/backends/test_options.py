@@ -64,6 +64,7 @@ def test_every_variable() -> None:
         ("CKPTMGR_CREATE_ONLY", "yes", "auto, no"),
         ("CKPTMGR_SSE", "aes", "AES256, aws:kms"),
         ("CKPTMGR_SSE_KEY", "k", "CKPTMGR_SSE"),
+        ("CKPTMGR_STORAGE_CLASS", "Glacier", "STANDARD_IA"),
         ("CKPTMGR_S3_ENGINE", "crt", "auto, boto3"),
     ],
 )

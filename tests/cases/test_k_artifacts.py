@@ -91,8 +91,8 @@ def test_k117_a_file_that_vanished_and_came_back(
     directory = tree("final", {f"file-{n}": b"%d" % n for n in range(6)})
     described = describe
 
-    def then_gone(path: Path) -> object:
-        entries = described(path)
+    def then_gone(path: Path, **options: Any) -> object:
+        entries = described(path, **options)
         (path / "file-3").rename(path.parent / "file-3")
         return entries
 

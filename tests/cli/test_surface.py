@@ -241,6 +241,25 @@ def test_reader_that_has_seen_enough(make_store: MakeStore, push_steps: PushStep
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_stdout_that_is_full(
+    make_store: MakeStore, push_steps: PushSteps, tmp_path: Path, options: list[str]
+) -> None:
+    """`ckptmgr ls … > /dev/full`: one line that names stdout, and no second one at the end of the interpreter."""
+    store = make_store("local")
+    push_steps(f"{store.url}/run", 100)
+    words = [sys.executable, "-m", "ckptmgr.cli.main", "ls", f"{store.url}/run", *options]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (
+        4,
+        "ckptmgr: error: cannot write to stdout: No space left on device\n",
+    )
+
+
 # --- start-up -----------------------------------------------------------------------------------------------------------
 
 _NOT_NEEDED = (

@@ -102,10 +102,11 @@ def test_data_then_manifest_then_the_local_record() -> None:
 
 
 def test_a_resumed_upload_sends_only_what_is_missing() -> None:
-    """What the journal confirmed is not looked at again; what the store vouches for is not sent."""
+    """What the journal confirmed, and is still listed, is not looked at again; what the store vouches for is not sent."""
     outcome = run(
         upload(confirmed=["a"], resumed=True),
         (Read(KEY), None),
+        (ListKeys(data_prefix(STEM)), DATA[:1]),
         (IsStored(data_key(STEM, "sub/b"), B), True),
         (Record("confirmed", STEM, "sub/b"), None),
         (Create(KEY, BODY), None),
@@ -132,6 +133,7 @@ def test_a_name_that_gc_took_is_given_up_and_everything_sent_again() -> None:
     outcome = run(
         upload(confirmed=["a", "sub/b"], resumed=True),
         (Read(KEY), None),
+        (ListKeys(data_prefix(STEM)), DATA),
         (Create(KEY, BODY), REFUSED),
         (Read(KEY), ABORTED),
         (Record("renamed", new), None),
@@ -164,6 +166,7 @@ def test_silence_is_settled_by_reading_back() -> None:
     """I3: unanswered and absent is tried again; found to be ours is done."""
     outcome = run(
         upload(confirmed=["a", "sub/b"]),
+        (ListKeys(data_prefix(STEM)), DATA),
         (Create(KEY, BODY), SILENCE),
         (Read(KEY), None),
         (Create(KEY, BODY), SILENCE),
@@ -177,7 +180,8 @@ def test_silence_is_settled_by_reading_back() -> None:
 def test_a_store_that_never_settles_ends_the_try(answer: Exception) -> None:
     """After a bounded number of creates; the error is the store's own where it gave one."""
     process = upload(confirmed=["a", "sub/b"])
-    operation: Any = process.send(None)
+    assert process.send(None) == ListKeys(data_prefix(STEM))
+    operation: Any = process.send(DATA)
     for _ in range(SETTLE_TRIES - 1):
         assert operation == Create(KEY, BODY)
         assert process.throw(answer) == Read(KEY)
@@ -205,6 +209,21 @@ def test_another_checkpoint_under_this_name_is_a_conflict(other: Manifest) -> No
     with pytest.raises(ConflictError, match="already committed") as caught:
         process.send(encode_manifest(other))
     assert caught.value.__dict__["key"] == KEY
+
+
+def test_what_was_confirmed_and_is_gone_is_sent_again() -> None:
+    """Somebody has cleaned up in between, or the store is another one, and empty."""
+    outcome = run(
+        upload(confirmed=["a", "sub/b"], resumed=True),
+        (Read(KEY), None),
+        (ListKeys(data_prefix(STEM)), DATA[1:]),
+        (IsStored(put(A).key, A), False),
+        (put(A), None),
+        (Record("confirmed", STEM, "a"), None),
+        (Create(KEY, BODY), None),
+        (Record("uploaded", STEM), None),
+    )
+    assert outcome == Committed(STEM)
 
 
 OLD = "checkpoints/000001-000000000400-000001-0badf00d/a"

@@ -79,6 +79,12 @@ def ask(cli_here: Callable[..., subprocess.CompletedProcess[str]]) -> Ask:
 
 
 @pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files move one after the other, here and in processes that are started, so that a fault hits one of them. For `usefixtures`: before a store is opened."""
+    monkeypatch.setenv("CKPTMGR_CONCURRENCY", "1")
+
+
+@pytest.fixture
 def new_tier(tmp_path: Path) -> Callable[[RunDirectory], LocalTier]:
     """Makes the local tier of a run."""
     return lambda run: LocalTier.open_or_create(tmp_path / "disk", uuid=run.uuid)

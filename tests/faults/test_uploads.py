@@ -261,6 +261,7 @@ def test_the_uploader_survives_a_tier_that_cannot_be_read(local_scene: Scene, er
     assert local_scene.manifests() == [str(stem)]
 
 
+@pytest.mark.usefixtures("in_order")
 def test_refused_credentials_do_not_spin(scene: Scene) -> None:
     """AccessDenied for ever, five saves: at most two requests per save and two at the end, nothing lost."""
     refused = scene.faulty.add(StoreFault(verb="put_file", times=None, error=denied))

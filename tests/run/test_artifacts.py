@@ -335,8 +335,8 @@ def test_a_file_that_changes_while_it_is_pushed(
     url = f"{store.url}/model"
     directory = tree({"a": b"before"})
 
-    def then_changed(path: Path) -> object:
-        entries = describe(path)
+    def then_changed(path: Path, **options: Any) -> object:
+        entries = describe(path, **options)
         (path / "a").write_bytes(b"after!")
         return entries
 

@@ -73,6 +73,30 @@ def test_a_store_of_runs_is_not_made_a_run(
     assert store.snapshot() == before
 
 
+@pytest.mark.parametrize("below", ["sub", "checkpoints", "deep/er"])
+def test_no_run_within_a_run(
+    store: Store, push_steps: Callable[..., Any], cli_here: Cli, make_checkpoint: Callable[..., Path], below: str
+) -> None:
+    """It would be foreign data of the other one, or a save of it that nothing wrote."""
+    push_steps(f"{store.url}/run", 100)
+    before = store.snapshot()
+    done = cli_here("push", make_checkpoint(300), f"{store.url}/run/{below}")
+    assert done.returncode == 7, done.stderr
+    assert "lies within the run" in done.stderr
+    assert store.snapshot() == before
+
+
+def test_another_programs_run_json_above_is_no_run(tmp_path: Path) -> None:
+    """Many a tool has such a file."""
+    (tmp_path / "run.json").write_text('{"name": "mine"}')
+    assert RunDirectory.open_or_create(str(tmp_path / "exp" / "run")).uuid
+
+
+def test_a_bucket_that_others_use_is_not_made_a_run() -> None:
+    """A URL without a run's name, above stores two levels below."""
+    from ckptmgr.testing.memory_objects import MemoryObjects  # noqa: F401
+
+
 def test_nothing_is_committed_to_a_run_that_is_gone(tmp_path: Path) -> None:
     """An unmounted disk looks like an empty directory: a commit there could never be found again, and must stay pending."""
     from ckptmgr.backends.atomic import digest_file

@@ -172,6 +172,7 @@ def test_check(store: Store, push_steps: PushSteps, cli_here: Cli, damage: str) 
     seen = store.name == "oss" or damage != "other bytes"
     assert states == ["committed", "damaged" if seen else "committed"]
     assert ("model.bin" in checked.stderr) is seen
+    assert ("newest: step 200 (damaged)" in cli_here("ls", url, "--check").stdout) is seen
 
 
 # --- a store ------------------------------------------------------------------------------------------------------------

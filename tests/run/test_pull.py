@@ -153,6 +153,19 @@ def test_a_damaged_part_is_found(run_url: str, cli_here: Cli, tmp_path: Path) ->
     ]
 
 
+def test_a_manifest_that_was_cut(make_store: Callable[[str], Store], push_steps: Callable[..., list[str]], cli_here: Cli, tmp_path: Path) -> None:
+    """The advice is that of a damaged file: another one."""
+    store = make_store("local")
+    (stem,) = push_steps(f"{store.url}/run", 100)
+    key = f"run/manifests/{stem}.json"
+    store.put(key, store.get(key)[:100])
+    done = cli_here("pull", f"{store.url}/run", "--to", tmp_path / "copy")
+    assert done.returncode == 5
+    assert "is damaged" in done.stderr
+    assert "choose another of `ckptmgr ls --check`" in done.stderr
+    assert not (tmp_path / "copy").exists()
+
+
 def test_a_part_is_not_resumed_from(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
     """`resume` into the directory of a part refuses, and replaces it only when told to; then it is a whole one."""
     target = tmp_path / "here"

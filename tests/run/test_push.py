@@ -71,6 +71,32 @@ def test_same_bytes_are_the_existing_checkpoint(store: Store, cli_here: Cli, mak
     assert json.loads(cli_here("push", make_checkpoint(100), url, "--json").stdout)["existed"] is True
 
 
+def test_metrics_for_what_is_there_already(make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint) -> None:
+    """A manifest is written once: other metrics than it has are not recorded, and that is said."""
+    store = make_store("local")
+    words = ("push", make_checkpoint(100), f"{store.url}/run", "--metric")
+    cli_here(*words, "loss=0.5")
+    before = store.snapshot()
+    assert "warning" not in cli_here(*words, "loss=0.5").stderr
+    again = cli_here(*words, "zz=5")
+    (line,) = [line for line in again.stderr.splitlines() if "warning" in line]
+    assert "not recorded" in line
+    assert "loss=0.5" in line
+    assert again.returncode == 0
+    assert store.snapshot() == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no place where nobody can make a directory")
+def test_no_place_for_the_journal(
+    make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state directory is one that the user has not named: the message says how to name one."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nobody")
+    done = cli_here("push", make_checkpoint(100), f"{make_store('local').url}/run")
+    assert done.returncode == 4
+    assert "set XDG_STATE_HOME" in done.stderr
+
+
 def test_other_bytes_are_a_further_save(store: Store, cli_here: Cli, make_checkpoint: MakeCheckpoint) -> None:
     """The same step with other bytes: both are there, and the second is the newest save of the step."""
     url = f"{store.url}/run"

@@ -113,6 +113,14 @@ def test_damage_for_people(make_store: MakeStore, push_steps: PushSteps, cli_her
     assert told.stderr.splitlines()[0].startswith(f"ckptmgr: error: {store.url}/run: 1 of 2 checkpoints damaged - ")
 
 
+def test_quick_says_what_it_could_not_compare(store: Store, push_steps: PushSteps, cli_here: Cli) -> None:
+    """Where the store keeps no checksum, quick has seen sizes only, and the reader must not take that for more."""
+    push_steps(f"{store.url}/run", 100)
+    told = cli_here("verify", f"{store.url}/run", "--quick").stdout
+    assert ("sizes only: this store keeps no checksums" in told) is (store.name == "local")
+    assert "size" not in cli_here("verify", f"{store.url}/run").stdout
+
+
 @pytest.mark.parametrize("kind", ["moto", "oss"])
 def test_quick_downloads_nothing(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, kind: str) -> None:
     """Presence, size and checksum come from the store's answers about the objects, never from the objects."""

@@ -38,6 +38,7 @@ def test_a_process_that_was_killed_is_started_again_at_once(scene: Scene, caplog
     assert uploader.close(DEADLINE_S) == []
 
 
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("how", ["hurry", "close"])
 def test_after_a_second_death_it_waits_unless_there_is_no_time(scene: Scene, how: str) -> None:
     """No process is started over and over; a save alone does not change that, an emergency or the end does."""
@@ -64,6 +65,7 @@ def test_after_a_second_death_it_waits_unless_there_is_no_time(scene: Scene, how
     assert len(uploader.poll_errors()) == 2
 
 
+@pytest.mark.usefixtures("in_order")
 def test_a_process_that_dies_while_it_is_waited_for(scene: Scene) -> None:
     """Killed during `close`: a further one finishes. Killed again, it stays pending, and `close` ends."""
     holds = [scene.hold(times=1) for _ in range(2)]

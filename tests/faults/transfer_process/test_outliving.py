@@ -122,6 +122,7 @@ def test_it_lingers_until_the_store_is_back(scene: Scene) -> None:
     assert scene.manifests() == [str(stem)]
 
 
+@pytest.mark.usefixtures("in_order")
 def test_it_leaves_when_everything_left_is_refused_for_good(scene: Scene) -> None:
     """Nobody is there who could give it better credentials."""
     refused = scene.faults.add(Fault(method="PUT", status=403, code="AccessDenied", times=None))
