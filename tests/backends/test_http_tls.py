@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.backends.http import BLOCK_BYTES, BrokenConnectionError, HttpPool, PlainHttpError, StalledError, UntrustedError
+from ckptmgr.backends.http import (
+    BLOCK_BYTES,
+    BrokenConnectionError,
+    HttpPool,
+    PlainHttpError,
+    StalledError,
+    UntrustedError,
+)
 from ckptmgr.testing.certificates import make_certificates
 from ckptmgr.testing.scripted import Peer, Server
 
@@ -95,12 +102,14 @@ def test_certificates_are_checked(
 def test_a_port_that_does_not_speak_tls(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     """Told apart from a connection that broke: trying again is of no use."""
 
-    def answer(peer: Peer) -> None:
+    def play(peer: Peer) -> None:
         peer.sock.recv(64)
-        peer.sock.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        peer.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
-    with Server(None, answer) as server, pytest.raises(PlainHttpError):
-        tls_pool(server, contexts[1]).request(GET)
+    with Server() as server:
+        server.play = play
+        with pytest.raises(PlainHttpError):
+            tls_pool(server, contexts[1]).request(GET)
 
 
 def test_tls_that_ends_without_saying_so(contexts: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:

@@ -243,9 +243,7 @@ def test_reader_that_has_seen_enough(make_store: MakeStore, push_steps: PushStep
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_stdout_that_is_full(
-    make_store: MakeStore, push_steps: PushSteps, tmp_path: Path, options: list[str]
-) -> None:
+def test_stdout_that_is_full(make_store: MakeStore, push_steps: PushSteps, tmp_path: Path, options: list[str]) -> None:
     """`ckptmgr ls … > /dev/full`: one line that names stdout, and no second one at the end of the interpreter."""
     store = make_store("local")
     push_steps(f"{store.url}/run", 100)

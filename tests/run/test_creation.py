@@ -92,9 +92,17 @@ def test_another_programs_run_json_above_is_no_run(tmp_path: Path) -> None:
     assert RunDirectory.open_or_create(str(tmp_path / "exp" / "run")).uuid
 
 
-def test_a_bucket_that_others_use_is_not_made_a_run() -> None:
-    """A URL without a run's name, above stores two levels below."""
-    from ckptmgr.testing.memory_objects import MemoryObjects  # noqa: F401
+def test_a_bucket_that_others_use_is_not_made_a_run(make_store: Callable[[str], Any]) -> None:
+    """A URL that ends before the run's name, above stores two levels below; a bucket with nothing in it may be a run."""
+    store = make_store("moto")
+    root = f"s3://{store.bucket}"
+    store.put("team/run/other.bin", b"x")
+    before = store.snapshot()
+    with pytest.raises(ConflictError, match=r"holds other things \(exp, …\)"):
+        RunDirectory.open_or_create(root)
+    assert store.snapshot() == before
+    store.delete("team/run/other.bin")
+    assert RunDirectory.open_or_create(root).uuid
 
 
 def test_nothing_is_committed_to_a_run_that_is_gone(tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ def test_a_damaged_part_is_found(run_url: str, cli_here: Cli, tmp_path: Path) ->
     ]
 
 
-def test_a_manifest_that_was_cut(make_store: Callable[[str], Store], push_steps: Callable[..., list[str]], cli_here: Cli, tmp_path: Path) -> None:
+def test_a_manifest_that_was_cut(
+    make_store: MakeStore, push_steps: Callable[..., list[str]], cli_here: Cli, tmp_path: Path
+) -> None:
     """The advice is that of a damaged file: another one."""
     store = make_store("local")
     (stem,) = push_steps(f"{store.url}/run", 100)

@@ -71,7 +71,9 @@ def test_same_bytes_are_the_existing_checkpoint(store: Store, cli_here: Cli, mak
     assert json.loads(cli_here("push", make_checkpoint(100), url, "--json").stdout)["existed"] is True
 
 
-def test_metrics_for_what_is_there_already(make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint) -> None:
+def test_metrics_for_what_is_there_already(
+    make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint
+) -> None:
     """A manifest is written once: other metrics than it has are not recorded, and that is said."""
     store = make_store("local")
     words = ("push", make_checkpoint(100), f"{store.url}/run", "--metric")
