@@ -104,8 +104,10 @@ class ChecksumMismatchError(IntegrityError):
 
 
 class SizeMismatchError(IntegrityError):
-    """A size in bytes differs from the one recorded; `expected` and `actual` hold both. Where nobody counted to the end, there is `how` in place of
-    `actual`: `fewer` or `more`."""
+    """A size in bytes differs from the one recorded; `expected` and `actual` hold both.
+
+    Where nobody counted to the end, there is `how` in place of `actual`: `fewer` or `more`.
+    """
 
 
 class SourceChangedError(IntegrityError):

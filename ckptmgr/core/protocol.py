@@ -134,7 +134,10 @@ def replicate(
         if verdict == "absent":
             if done:
                 # Confirmed long ago, perhaps: somebody may have cleaned up since, or put an empty store in this one's place.
-                there = set((yield ListKeys(data_prefix(manifest.stem))))
+                try:
+                    there = set((yield ListKeys(data_prefix(manifest.stem))))
+                except AccessDeniedError:
+                    there, resumed = set(), True  # then each is looked at
                 done = {path for path in done if data_key(manifest.stem, path) in there}
             yield Together(
                 tuple(

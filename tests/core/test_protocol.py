@@ -10,6 +10,7 @@ import pytest
 from ckptmgr.core.checksums import digest_bytes
 from ckptmgr.core.claims import claim
 from ckptmgr.core.errors import (
+    AccessDeniedError,
     ConflictError,
     ManifestError,
     ObjectExistsError,
@@ -220,6 +221,21 @@ def test_what_was_confirmed_and_is_gone_is_sent_again() -> None:
         (IsStored(put(A).key, A), False),
         (put(A), None),
         (Record("confirmed", STEM, "a"), None),
+        (Create(KEY, BODY), None),
+        (Record("uploaded", STEM), None),
+    )
+    assert outcome == Committed(STEM)
+
+
+def test_who_may_not_list_looks_at_each_file_that_was_confirmed() -> None:
+    outcome = run(
+        upload(confirmed=["a", "sub/b"]),
+        (ListKeys(data_prefix(STEM)), AccessDeniedError("no permission to list")),
+        (IsStored(put(A).key, A), True),
+        (Record("confirmed", STEM, "a"), None),
+        (IsStored(put(B).key, B), False),
+        (put(B), None),
+        (Record("confirmed", STEM, "sub/b"), None),
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )

@@ -72,10 +72,10 @@ def test_a_store_that_is_down_for_a_while(store: Store, tmp_path: Path) -> None:
 
 
 def test_an_endpoint_that_does_not_speak_tls(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 16: https to a port that speaks http: may pass, for a proxy may come up half-way; the message names the endpoint."""
+    """Row 16: https to a port that speaks http does not pass by itself; the message names the endpoint, and what to write."""
     endpoint = store.server.url.replace("http://", "https://")
     monkeypatch.setenv("OSS_ENDPOINT" if store.name == "oss" else "AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(TransientBackendError) as caught:
+    with pytest.raises(PermanentBackendError, match="use http://") as caught:
         retrying_backend(store, Retrier(RetryPolicy(attempts=1))).pipe_file(store.at("k"), b"1")
     assert endpoint in str(caught.value)
 
