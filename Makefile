@@ -1,5 +1,5 @@
 # make demo   train, be killed, resume, compare: the main job on this machine, in under two minutes
-# make test   all tests that a normal machine can run
+# make test   all tests that a normal machine can run, but for those of make test-slow, which CI runs as well
 # make check  what CI runs first: format, lint, types, layers, tests with coverage, packages, start-up times
 # make hosts  the tests in real trainers of others, each version in an environment of its own
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers coverage package hosts soak \
+.PHONY: help venv demo test test-slow check format-check lint types layers coverage package hosts soak \
   bench-startup bench-save bench-interference bench-transfer bench-oss constraints clean FORCE
 
 help:
@@ -70,7 +70,10 @@ demo: $(STAMP)
 	$(BIN)/ckptmgr demo $(if $(STORE),--store '$(STORE)')
 
 test: $(STAMP)
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) -m 'not slow'
+
+test-slow: $(STAMP)
+	$(BIN)/python $(PYTEST) -m slow
 
 # --- what CI runs ------------------------------------------------------------------------------------------------------
 

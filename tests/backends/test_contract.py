@@ -88,6 +88,7 @@ class TestWeedS3(BackendContract):
         return replace(_s3(weed_server, bucket_name, monkeypatch), reserved_names=frozenset({"back\\slash"}))
 
 
+@pytest.mark.slow
 class TestMotoS3ByBoto3(BackendContract):
     """With every request made by boto3, as behind a proxy; without what takes long, and is as with the others."""
 
@@ -98,6 +99,7 @@ class TestMotoS3ByBoto3(BackendContract):
         return _s3(moto_server, bucket_name, monkeypatch, StoreOptions(engine="boto3"))
 
 
+@pytest.mark.slow
 class TestWeedS3ByBoto3(BackendContract):
     """The same on a server that checks signatures and checksums."""
 

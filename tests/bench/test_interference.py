@@ -20,6 +20,7 @@ def interference(bench: Callable[[str], ModuleType]) -> ModuleType:
     return bench("interference")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for training and one for the rest")
 def test_one_round_with_a_real_transfer_process_ends_with_the_ratios(
     bench: Callable[[str], ModuleType], tmp_path: Path

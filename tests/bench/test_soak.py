@@ -17,6 +17,7 @@ STEM = "000001-000000000012-000004-0123abcd"
 REPORT = {"losses": {"1:loss": "0x1p0", "2:loss": "0x1p1"}, "weights": "abcd"}
 
 
+@pytest.mark.slow
 def test_a_kill_of_a_short_run_ends_with_a_line_that_a_script_can_read(
     bench: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:

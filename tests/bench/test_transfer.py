@@ -27,6 +27,7 @@ def timed(transfer: ModuleType, walls: Sequence[float], **facts: Any) -> list[An
     return [transfer.Measured(wall_s=wall_s, **given) for wall_s in walls]
 
 
+@pytest.mark.slow
 def test_one_small_real_round_ends_with_what_was_measured(bench: Load, tmp_path: Path) -> None:
     """Over https and to the null server, in processes that are measured; the last line is one JSON object, and nothing is left behind."""
     command = [

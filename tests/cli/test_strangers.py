@@ -66,7 +66,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["s3", "s3-boto3", "oss"])
+@pytest.fixture(params=["s3", pytest.param("s3-boto3", marks=pytest.mark.slow), "oss"])
 def scheme(request: pytest.FixtureRequest, server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Point the commands at the server; "s3" or "oss"."""
     # Without the waits between tries.
