@@ -185,7 +185,8 @@ class SourcePass:
             self._seen += len(block)
             if seen is not None:
                 seen(block)
-        self._whole = combine(self._kind, self._whole, value, length)
+        # Of the first piece, and so of every small file, nothing is to be combined.
+        self._whole = value if end == length else combine(self._kind, self._whole, value, length)
         return value
 
     def finish(self) -> str:
