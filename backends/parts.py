@@ -34,8 +34,8 @@ MAX_PART_BYTES = 5 << 30
 _PLANNED_PARTS = 9_000
 _ROUND_BYTES = 8 << 20
 # What is received, digested and written at a time.
-# Of what stays in the processor's cache between being received and being written: of 1 MiB, a part does not.
-_BUFFER_BYTES = 256 << 10
+# Small enough for all that are under way to stay in the processor's cache between being received and being written.
+_BUFFER_BYTES = 64 << 10
 # A part that got so much further since its tries began is worth further ones.
 _PROGRESS_BYTES = 64 << 10
 # As for uploads: how often progress is told, and an interruption heard, in seconds.
