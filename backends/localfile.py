@@ -108,11 +108,6 @@ class SourceFile:
         self._digested += length
         return block
 
-    def digest_blocks(self, offset: int, length: int) -> Iterator[bytes]:
-        """`digest_at`, block by block."""
-        for at in range(offset, offset + length, BLOCK_BYTES):
-            yield self.digest_at(at, min(BLOCK_BYTES, offset + length - at))
-
     def check_unchanged(self) -> None:
         """Raise SourceChangedError if the file was written to since it was opened."""
         now = os.fstat(self._fd)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckptmgr.backends.base import Backend, CrcKind, WriteMode
 from ckptmgr.backends.body import BodyDigest, FileBody
 from ckptmgr.backends.parts import Incoming, Part, Receipt
-from ckptmgr.core.checksums import Digests, crc_function
+from ckptmgr.core.checksums import crc_function
 from ckptmgr.core.errors import BackendError, ChecksumMismatchError, TransientBackendError
 
 #: A connection that moves no byte for so long is cut, in seconds; whoever used it tries again.
@@ -132,11 +132,6 @@ class ObjectRequests(Backend):
         """The CRC of the store's kind; None if this machine cannot compute it."""
         crc = crc_function(self.crc_kind)
         return None if crc is None else f"{crc(data, 0):016x}"
-
-    def _crc_in(self, digests: Digests) -> str | None:
-        """That CRC among digests."""
-        crc: str | None = getattr(digests, self.crc_kind)
-        return crc
 
 
 class _Blocks:
