@@ -65,6 +65,7 @@ class Manifest:
         metric_modes: for the metrics a policy watches, which direction is better (`min` or `max`).
         world_size: ranks that trained.
         producer: framework, versions and host that wrote it.
+        conditions: what training ran under, as `ckptmgr.core.conditions` has it; JSON values, read by those who compare.
         extra: fields of a newer minor version, kept as they are.
     """
 
@@ -80,6 +81,7 @@ class Manifest:
     metric_modes: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
     producer: Mapping[str, str] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -151,6 +153,7 @@ class _ManifestDoc(msgspec.Struct, kw_only=True):
     metric_modes: dict[str, str] = {}
     world_size: int = 1
     producer: dict[str, str] = {}
+    conditions: dict[str, Any] = {}
 
 
 class _KnownFile(_FileDoc, kw_only=True, forbid_unknown_fields=True):
@@ -222,6 +225,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "files": [_encode_file(entry) for entry in sorted(manifest.files, key=lambda entry: entry.path)],
         "size_bytes": manifest.size_bytes,
     }
+    if manifest.conditions:
+        document["conditions"] = dict(manifest.conditions)
     document["digest"] = _own_digest(document)
     return canonical_json(document)
 
@@ -355,6 +360,7 @@ def _manifest_of(parsed: _ManifestDoc, stem: Stem, files: Sequence[FileEntry], e
         metric_modes=parsed.metric_modes,
         world_size=parsed.world_size,
         producer=parsed.producer,
+        conditions=parsed.conditions,
         files=files,
         extra=extra,
     )

@@ -149,6 +149,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         metric_modes=draw(st.dictionaries(plain, st.sampled_from(["min", "max"]), max_size=2)),
         reasons=tuple(draw(st.lists(plain, max_size=3))),
         producer=draw(st.dictionaries(plain, plain, max_size=2)),
+        conditions=draw(st.dictionaries(plain, json_values, max_size=2)),
         extra=draw(st.dictionaries(plain.map("x_".__add__), json_values, max_size=3)),
     )
 

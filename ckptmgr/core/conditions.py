@@ -1,0 +1,100 @@
+"""What a training ran under when it saved, apart from its state, and how that differs from what it resumes under.
+
+A resumed run is exact only if these are as they were. The manifest carries them, so that they can be compared before anything is loaded and
+for trees that a framework wrote itself. What nobody knows is None, and is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_NUMBERS = ("world_size", "batch_size", "accumulation", "dataset_length")
+_TEXTS = ("dataset_fingerprint", "git_commit")
+_TABLES = ("versions", "pieces")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a training runs under.
+
+    Attributes:
+        world_size: ranks that train.
+        batch_size: samples per micro-batch and rank.
+        accumulation: micro-batches per optimizer step.
+        dataset_length: samples in the training dataset.
+        dataset_fingerprint: of its content, as far as it has one (a `datasets` fingerprint, or a digest of some samples).
+        git_commit: 40 hex digits of the working tree's commit, with `+changes` behind them if files of it were changed.
+        versions: of Python and the libraries that decide about bits, by name: `python`, `torch`, `numpy`, `transformers`, …
+        pieces: for each piece of the state, the class that it is an object of.
+    """
+
+    world_size: int | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    dataset_length: int | None = None
+    dataset_fingerprint: str | None = None
+    git_commit: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, str] = field(default_factory=dict)
+
+    def as_document(self) -> dict[str, Any]:
+        """JSON values of what is known, as the manifest has them."""
+        values = {name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS)}
+        tables = {name: dict(sorted(getattr(self, name).items())) for name in _TABLES}
+        return {name: value for name, value in values.items() if value is not None} | {
+            name: table for name, table in tables.items() if table
+        }
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> Conditions:
+        """What `as_document` gave; values of another kind, of a newer version or another writer, count as unknown."""
+        numbers = {name: document.get(name) for name in _NUMBERS}
+        texts = {name: document.get(name) for name in _TEXTS}
+        return cls(
+            **{name: value for name, value in numbers.items() if type(value) is int},
+            **{name: value for name, value in texts.items() if isinstance(value, str)},
+            **{name: _table(document.get(name)) for name in _TABLES},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """One thing that is not as it was: `what`, its value in the checkpoint, and the value now.
+
+    `what` is the name of a field of `Conditions`, with the entry for a table: `batch_size`, `versions.torch`, `pieces.optimizer`.
+    """
+
+    what: str
+    saved: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.saved} in the checkpoint, {self.now} now"
+
+
+def drift(saved: Conditions, now: Conditions) -> tuple[Drift, ...]:
+    """What differs, of all that both know, in the order of the fields."""
+    found = []
+    for name in (*_NUMBERS, *_TEXTS):
+        before, after = getattr(saved, name), getattr(now, name)
+        if before is not None and after is not None and before != after:
+            found.append(Drift(what=name, saved=str(before), now=str(after)))
+    for name in _TABLES:
+        before, after = getattr(saved, name), getattr(now, name)
+        for entry in sorted(before.keys() & after.keys()):
+            if before[entry] != after[entry]:
+                found.append(Drift(what=f"{name}.{entry}", saved=before[entry], now=after[entry]))
+    return tuple(found)
+
+
+def matches(what: str, names: frozenset[str]) -> bool:
+    """Whether a drift of `what` is one of `names`: by its own name, or by that of the table that it is in."""
+    return what in names or what.partition(".")[0] in names
+
+
+def _table(value: Any) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    return {key: text for key, text in value.items() if isinstance(key, str) and isinstance(text, str)}
