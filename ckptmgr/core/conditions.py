@@ -50,13 +50,10 @@ class Conditions:
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> Conditions:
         """What `as_document` gave; values of another kind, of a newer version or another writer, count as unknown."""
-        numbers = {name: document.get(name) for name in _NUMBERS}
-        texts = {name: document.get(name) for name in _TEXTS}
-        return cls(
-            **{name: value for name, value in numbers.items() if type(value) is int},
-            **{name: value for name, value in texts.items() if isinstance(value, str)},
-            **{name: _table(document.get(name)) for name in _TABLES},
-        )
+        known: dict[str, Any] = {name: _table(document.get(name)) for name in _TABLES}
+        known |= {name: document[name] for name in _NUMBERS if type(document.get(name)) is int}
+        known |= {name: document[name] for name in _TEXTS if isinstance(document.get(name), str)}
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
