@@ -5,6 +5,7 @@
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
 # make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
 # make bench-transfer, bench-oss   uploads, downloads and lists beside s5cmd, rclone, obstore, s3fs and oss2
+# make bench-resume   from the start of a resume to the end of the first step, beside s5cmd and torch.load
 #
 # Each makes the environment .venv first, when it is missing or older than pyproject.toml or constraints.txt. Variables:
 #   PYTHON       the Python to make .venv with                make test PYTHON=python3.12
@@ -38,7 +39,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow check format-check lint types layers coverage package hosts soak \
-  bench-startup bench-save bench-interference bench-transfer bench-oss constraints clean FORCE
+  bench-startup bench-save bench-interference bench-transfer bench-oss bench-resume constraints clean FORCE
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -123,7 +124,7 @@ soak: $(STAMP)
 bench-startup: $(STAMP)
 	$(BIN)/python bench/startup.py --assert $(BENCH_ARGS)
 
-bench-save bench-interference bench-transfer bench-oss: bench-%: $(STAMP)
+bench-save bench-interference bench-transfer bench-oss bench-resume: bench-%: $(STAMP)
 	$(BIN)/python bench/$*.py $(BENCH_ARGS)
 
 # --- upkeep ------------------------------------------------------------------------------------------------------------
