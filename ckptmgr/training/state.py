@@ -7,10 +7,8 @@ Each piece is one file, `<name>.json` if JSON gives it back exactly and `<name>.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -24,11 +22,27 @@ from ckptmgr.core.errors import (
     CkptmgrError,
     ConfigError,
     IncompatibleStateError,
-    IntegrityError,
 )
 from ckptmgr.training.output import DigestingFile
+from ckptmgr.training.restore_report import RestoreReport, is_stateful, piece_kinds
 from ckptmgr.training.rng import capture_rng, restore_rng
+from ckptmgr.training.torch_files import load_file, one_line, unreadable
 from ckptmgr.training.trees import HostMemory, TreeCopier, from_json, to_json
+
+__all__ = [
+    "RNG",
+    "FileWritten",
+    "Hold",
+    "RestoreReport",
+    "Snapshot",
+    "capture",
+    "collect",
+    "copy_trees",
+    "load_file",
+    "piece_kinds",
+    "restore",
+    "write",
+]
 
 RNG = "rng"
 _PIECE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -80,25 +94,6 @@ class FileWritten:
 
     path: str
     digests: Digests
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What a restore did with each piece.
-
-    Attributes:
-        restored: pieces that were put back, in the order of restoring.
-        missing: pieces that were asked for and are not in the checkpoint.
-        unexpected: pieces in the checkpoint that were not asked for.
-        values: the trees of restored pieces that are plain values, by name.
-        notes: what is different on this machine, such as fewer GPUs.
-    """
-
-    restored: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def capture(pieces: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
@@ -180,7 +175,7 @@ def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, 
     restored = [name for name in pieces if name in files]
     for name in restored:
         tree = _read(files[name], name)
-        if _is_stateful(pieces[name]):
+        if is_stateful(pieces[name]):
             _load(name, pieces[name], tree)
         else:
             values[name] = tree
@@ -209,12 +204,8 @@ def _check_name(name: str, *, rng: bool) -> None:
         raise ConfigError(f"the piece {RNG!r} is taken by the random states", hint="give your piece another name")
 
 
-def _is_stateful(piece: Any) -> bool:
-    return callable(getattr(piece, "state_dict", None)) and callable(getattr(piece, "load_state_dict", None))
-
-
 def _state_of(name: str, piece: Any) -> Any:
-    if not _is_stateful(piece):
+    if not is_stateful(piece):
         return piece
     try:
         return piece.state_dict()
@@ -236,7 +227,7 @@ def _write_piece(name: str, tree: Any, directory: Path, needed_bytes: int) -> Fi
         try:
             torch.save(tree, cast("IO[bytes]", file))  # write() and flush() are all that it uses
         except RuntimeError as error:
-            raise CheckpointError(f"cannot write {str(path)!r}: {_one_line(error)}", key=str(path)) from error
+            raise CheckpointError(f"cannot write {str(path)!r}: {one_line(error)}", key=str(path)) from error
         return FileWritten(path=path.name, digests=file.finish())
 
 
@@ -256,23 +247,12 @@ def _files_of(directory: Path) -> dict[str, Path]:
 
 
 def _read(path: Path, name: str) -> Any:
+    if path.suffix != ".json":
+        return load_file(path, piece=name)
     try:
-        if path.suffix == ".json":
-            return from_json(path.read_bytes())
-        with _numpy_allowed():
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise IncompatibleStateError(
-            f"{path.name} holds Python objects, which are not loaded: {_one_line(error)}",
-            hint="only checkpoints made of tensors and plain values can be restored",
-            piece=name,
-        ) from error
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        raise IntegrityError(
-            f"{path.name} of {name!r} cannot be read: {_one_line(error)}",
-            hint="run `ckptmgr verify` on the checkpoint and resume from an older one",
-            key=str(path),
-        ) from error
+        return from_json(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, name, error) from error
 
 
 def _load(name: str, piece: Any, tree: Any) -> None:
@@ -283,7 +263,7 @@ def _load(name: str, piece: Any, tree: Any) -> None:
     except CkptmgrError:
         raise
     except Exception as error:  # user code may raise anything; all of it means that this state does not fit this object
-        raise _misfit(name, _one_line(error)) from error
+        raise _misfit(name, one_line(error)) from error
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
@@ -308,30 +288,3 @@ def _misfit(name: str, why: str) -> IncompatibleStateError:
         hint=f"build {name} as it was when the checkpoint was made, or leave this piece out",
         piece=name,
     )
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]}…"
-
-
-@contextlib.contextmanager
-def _numpy_allowed() -> Iterator[None]:
-    """Allow NumPy's numbers and arrays in `torch.load`: they are data, and schedulers and metrics keep them (K074)."""
-    try:
-        import numpy as np
-    except ImportError:
-        yield
-        return
-    core = np._core if hasattr(np, "_core") else np.core
-    multiarray: Any = core.multiarray
-    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSU"}
-    allowed: list[Any] = [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *dtypes]
-    # Files written under NumPy 1 name its functions by their old module.
-    allowed += [
-        (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
-        for name in ("_reconstruct", "scalar")
-        for core in ("core", "_core")
-    ]
-    with torch.serialization.safe_globals(allowed):
-        yield
