@@ -241,6 +241,24 @@ class Answer:
             self.close()
             raise
 
+    def splice(self, pipe: int, most: int) -> int | None:
+        """As `readinto`, at most `most` bytes into an empty pipe; None if the next ones must be read: they are in the buffer, or not as they came."""
+        connection, left = self._connection, self._left
+        if connection is None:
+            return 0
+        if left is None or self._is_chunked or connection.start != connection.end:
+            return None
+        try:
+            count = connection.splice(pipe, min(left, most))
+            if count == 0:
+                raise BrokenConnectionError(f"closed with {left} bytes of the answer to come")
+            if count is not None:
+                self._took(connection, count)
+            return count
+        except BaseException:
+            self.close()
+            raise
+
     def _took(self, connection: Connection, count: int) -> None:
         if self._left is None:
             return

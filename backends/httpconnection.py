@@ -7,11 +7,14 @@ calls per block. Over TLS Python counts it per block, so blocks there are small 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import ssl
 import struct
 from typing import Protocol
+
+from ckptmgr.backends.spliced import CANNOT
 
 #: What is sent or received at a time, and the longest head of an answer.
 BLOCK_BYTES = 512 << 10
@@ -117,6 +120,17 @@ class Connection:
         except (BlockingIOError, TimeoutError) as error:
             raise StalledError("nothing arrived") from error
         except OSError as error:
+            raise BrokenConnectionError(str(error)) from error
+
+    def splice(self, pipe: int, most: int) -> int | None:
+        """As `receive`, into an empty pipe; None where that cannot be, with nothing received."""
+        try:
+            return os.splice(self._sock.fileno(), pipe, most)
+        except (BlockingIOError, TimeoutError) as error:
+            raise StalledError("nothing arrived") from error
+        except OSError as error:
+            if error.errno in CANNOT:
+                return None
             raise BrokenConnectionError(str(error)) from error
 
     def send_request(self, head: bytes, body: bytes | Body | None) -> bool:
@@ -241,6 +255,10 @@ class TlsConnection(Connection):
     def is_answered(self) -> bool:
         # The server's session tickets make it look as if.
         return False
+
+    def splice(self, pipe: int, most: int) -> int | None:
+        # What is on the socket is not yet the bytes.
+        return None
 
     def receive(self, view: memoryview) -> int:
         # OpenSSL gives one record of at most 16 KiB at a time: as many as have arrived, or whoever is above works for each.

@@ -219,3 +219,12 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close `fd` at the end, whatever happened."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptmgr.backends.base import CrcKind, WriteMode, raise_failed
-from ckptmgr.backends.localfile import SourceFile, open_target
+from ckptmgr.backends.localfile import SourceFile, closing_fd, open_target
 from ckptmgr.backends.objectcopy import copy_parts
 from ckptmgr.backends.objectrequests import Stored
 from ckptmgr.backends.objectupload import ObjectUpload, ObjectUploads
 from ckptmgr.backends.options import StoreOptions
-from ckptmgr.backends.parts import PART_BYTES, PartJournal, PartPlan, closing_fd, download_parts, plan_parts
+from ckptmgr.backends.parts import PART_BYTES, PartJournal, PartPlan, download_parts, plan_parts
 from ckptmgr.backends.partupload import upload_parts
 from ckptmgr.backends.retry import Retrier
 from ckptmgr.core.checksums import Digests, blake3_hasher

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.backends.pace import Watch
 from ckptmgr.backends.retry import Retrier
+from ckptmgr.backends.spliced import Pipe, pipe_for
 from ckptmgr.core.errors import CkptmgrError, SizeMismatchError, TransientBackendError
 
 PART_BYTES = 32 << 20
@@ -299,12 +300,20 @@ class _Download:
             # It broke between the last byte and its end.
             return
         watch = self._retry.pace.watch(self._retry.stop, self._ended)
-        with contextlib.closing(self._open_range(part.offset + down.done, part.length - down.done)) as incoming:
+        left = part.length - down.done
+        with (
+            contextlib.closing(self._open_range(part.offset + down.done, left)) as incoming,
+            pipe_for(incoming, left) as pipe,
+        ):
             while down.done < part.length:
-                room = min(len(buffer), self._retry.pace.block_bytes, part.length - down.done)
-                filled = self._fill(down, buffer[:room], incoming, watch)
+                room = min(self._retry.pace.block_bytes, part.length - down.done)
+                filled = None if pipe is None else self._splice(down, room, pipe, watch)
+                is_short = filled == 0
+                if filled is None:
+                    room = min(room, len(buffer))
+                    is_short = self._fill(down, buffer[:room], incoming, watch) < room
                 told(down.done)
-                if filled < room:
+                if is_short:
                     raise self._wrong(part, "fewer")
             if incoming.readinto(buffer[:1]):
                 # Whoever ignores the range sends all of it, and what was written is from its beginning.
@@ -316,8 +325,7 @@ class _Download:
         filled = 0
         try:
             while filled < len(block):
-                if self._ended.is_set():
-                    raise DownloadEndedError(f"the download of {self._what} has ended")
+                self._check_wanted()
                 count = incoming.readinto(block[filled:])
                 if not count:
                     break
@@ -327,6 +335,21 @@ class _Download:
             # Also what came before the connection broke.
             self._write(down, block[:filled])
         return filled
+
+    def _splice(self, down: _PartDown, most: int, pipe: Pipe, watch: Watch) -> int | None:
+        """Receive and write what there is, past this program's memory; how many bytes, None if what comes next must be read."""
+        self._check_wanted()
+        count = pipe.fill(most)
+        if count:
+            with os_errors("write", f"the download of {self._what}"), self._writing:
+                pipe.empty(self._fd, down.part.offset + down.done, count)
+            down.done += count
+            watch.moved(count)
+        return count
+
+    def _check_wanted(self) -> None:
+        if self._ended.is_set():
+            raise DownloadEndedError(f"the download of {self._what} has ended")
 
     def _wrong(self, part: Part, how: str) -> CkptmgrError:
         """The error for an answer that ended, as it says itself, where it should not have."""
@@ -379,12 +402,3 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
     call = _system_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if call is not None:
         call(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
-
-
-@contextlib.contextmanager
-def closing_fd(fd: int) -> Iterator[int]:
-    """Close `fd` at the end, whatever happened."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)

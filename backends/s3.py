@@ -244,6 +244,12 @@ class _Incoming:
             count: int = self._body.readinto(view)
             return count
 
+    def splice(self, pipe: int, most: int, /) -> int | None:
+        if not isinstance(self._body, Answer):
+            return None
+        with s3_errors("get_object", self._path, self._endpoint):
+            return self._body.splice(pipe, most)
+
     def close(self) -> None:
         self._body.close()
 
