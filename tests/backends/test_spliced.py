@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,7 @@ from ckptmgr.testing.scripted import Peer, Server
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "splice"), reason="only Linux splices")
 
+T = TypeVar("T")
 MIB = 1 << 20
 DATA = os.urandom(5 * MIB + 4321)
 PLAN = PartPlan(size=len(DATA), part_bytes=2 * MIB)
@@ -41,7 +42,7 @@ class Range:
     def close(self) -> None:
         self.answer.close()
 
-    def _translated(self, call: Callable[[], Any]) -> Any:
+    def _translated(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except HttpError as error:
