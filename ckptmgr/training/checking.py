@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.policies import SavePolicy
+from ckptmgr.core.retention import RetentionRule
+from ckptmgr.training.preemption import Preemption
+from ckptmgr.transfer.alarm import FailureBudget
+from ckptmgr.transfer.queue import QueueRules
 
 
 def step_of(value: Any) -> int:
@@ -79,3 +86,23 @@ def require_one_of(name: str, value: Any, *known: str) -> None:
     """Raise ConfigError unless `value` is one of `known`."""
     if value not in known:
         raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)))
+
+
+def require_arguments(**values: Any) -> None:
+    """Raise ConfigError unless each of the arguments of `CheckpointManager` is of the kind that its name asks for."""
+    for name, value in values.items():
+        require(name, value, *_ARGUMENTS[name])
+
+
+_ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "url": ((str, os.PathLike), "give the URL of the run, such as s3://bucket/exp/run-7, or a directory"),
+    "local_dir": ((str, os.PathLike), "give a directory on a local disk"),
+    "save": ((SavePolicy, type(None)), "give a policy, such as EveryNSteps(500)"),
+    "keep": ((RetentionRule, type(None)), "give a rule, such as KeepLast(3), or None for everything"),
+    "keep_local": ((RetentionRule,), "give a rule, such as KeepLast(1)"),
+    "queue": ((QueueRules,), "give QueueRules(…)"),
+    "failures": ((FailureBudget,), "give FailureBudget(…)"),
+    "preemption": ((Preemption, type(None)), "give Preemption(…)"),
+    "strict": ((bool,), "use True or False"),
+    "retry": ((RetryPolicy,), "give RetryPolicy(…)"),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,35 +15,30 @@ from typing import Any, Literal
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import normalize_url
 from ckptmgr.backends.retry import PATIENT, RetryPolicy
-from ckptmgr.core.errors import (
-    CheckpointNotFoundError,
-    CkptmgrError,
-    ConfigError,
-    ConflictError,
-    NotCommittedError,
-)
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.core.policies import Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.core.policies import Moment, SavePolicy, StepEnded
 from ckptmgr.core.retention import KeepLast, RetentionRule
-from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.training.checking import (
     epoch_of,
     metrics_of,
     reasons_of,
     require,
+    require_arguments,
     require_one_of,
     require_seconds,
     step_of,
 )
-from ckptmgr.training.parent import Parent, parent_of
+from ckptmgr.training.conditions import combined, present
+from ckptmgr.training.parent import parent_of
 from ckptmgr.training.places import open_places, refuse_one_place
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.report import CloseReport, ManagerStatus
-from ckptmgr.training.restoring import MEMORY, Restored, load, rewound_by_command
+from ckptmgr.training.restoring import MEMORY, Restored, Restoring
 from ckptmgr.training.saving import Facts, Saver
 from ckptmgr.training.session import Session, Settings, begin_session, warn_of_shortage
 from ckptmgr.transfer.alarm import FailureBudget
@@ -117,24 +111,21 @@ class CheckpointManager:
         require_one_of("on_existing", on_existing, "refuse", "new-lineage")
         require_one_of("on_save_error", on_save_error, "log", "raise")
         require_one_of("transfer", host, "process", "thread")
-        require(
-            "url", url, (str, os.PathLike), "give the URL of the run, such as s3://bucket/exp/run-7, or a directory"
+        require_arguments(
+            url=url,
+            local_dir=local_dir or ".",
+            save=save,
+            keep=keep,
+            keep_local=keep_local,
+            queue=queue,
+            failures=failures,
+            preemption=preemption,
+            strict=strict,
+            retry=retry,
         )
-        require("save", save, (SavePolicy, type(None)), "give a policy, such as EveryNSteps(500)")
-        require("keep", keep, (RetentionRule, type(None)), "give a rule, such as KeepLast(3), or None for everything")
-        require("keep_local", keep_local, RetentionRule, "give a rule, such as KeepLast(1)")
-        require("queue", queue, QueueRules, "give QueueRules(…)")
-        require("failures", failures, FailureBudget, "give FailureBudget(…)")
-        require("preemption", preemption, (Preemption, type(None)), "give Preemption(…)")
-        require("retry", retry, RetryPolicy, "give RetryPolicy(…)")
-        require("strict", strict, bool, "use True or False")
-        require("local_dir", local_dir or ".", (str, os.PathLike), "give a directory on a local disk")
-        for name, value in {
-            "linger_s": linger_s,
-            "close_timeout_s": close_timeout_s,
-            "retry_after_s": retry_after_s,
-        }.items():
-            require_seconds(name, value)
+        require_seconds("linger_s", linger_s)
+        require_seconds("close_timeout_s", close_timeout_s)
+        require_seconds("retry_after_s", retry_after_s)
         if wrap_backend is not None and not callable(wrap_backend):
             raise ConfigError(f"wrap_backend is {wrap_backend!r}", hint="give a function from a backend to a backend")
         self.url = normalize_url(url)
@@ -162,10 +153,10 @@ class CheckpointManager:
         )
         self._on_existing = on_existing
         self._stop = threading.Event()
-        self._parent = Parent()
+        self._restoring = Restoring(self._open, self.local_dir, new_lineage=on_existing == "new-lineage")
+        self._described = Conditions()
         self._session: Session | None = None
         self._report: CloseReport | None = None
-        self._memory: Memory = {}
         # Not since the machine started: a resume may be on another one.
         self._made_s = time.monotonic()
 
@@ -187,55 +178,23 @@ class CheckpointManager:
             CkptmgrError: as `ckptmgr.run.resume.resume`; nothing was loaded.
             IncompatibleStateError: the checkpoint does not fit; `state` may be partly loaded.
         """
-        resumed = self._fetch(selector)
-        if resumed is None:
-            return None
-        report, memory = load(resumed.directory, state, strict=strict)
-        self._memory = self._memory if memory is None else memory
-        self._parent = Parent.of(resumed)
-        if resumed.directory.is_relative_to(self.local_dir):
-            shutil.rmtree(resumed.directory.parent, ignore_errors=True)
-        logger.info(
-            "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
-        )
-        return Restored.of(resumed, report)
+        self._refuse_if_begun()
+        return self._restoring.restore(state, selector, strict=strict)
 
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
 
         The directory stays until this process asks again, or another one does after its end.
         """
-        resumed = self._fetch(selector)
-        if resumed is None:
-            return None
-        self._parent = Parent.of(resumed)
-        return resumed.path
+        self._refuse_if_begun()
+        return self._restoring.path(selector)
 
-    def _fetch(self, selector: str) -> Resumed | None:
+    def _refuse_if_begun(self) -> None:
         if self._session is not None:
             raise ConflictError(
                 "this process has already begun to save, so it cannot restore",
                 hint="restore before the first save or train()",
             )
-        chosen = parse_selector(selector)
-        # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
-        self._parent = Parent()
-        run, tier = self._open()
-        if not chosen.is_explicit and (named := rewound_by_command(run)) is not None:
-            return named
-        try:
-            resumed = resume(run, chosen, under=tier.resume_folder(), tier=tier)
-        except CheckpointNotFoundError as exc:
-            if not getattr(exc, "empty", False):
-                raise
-            logger.info("%s has no checkpoint yet: starting from scratch", self.url)
-            return None
-        except NotCommittedError as exc:
-            if self._on_existing != "new-lineage":
-                raise
-            logger.warning("%s: starting a new lineage", exc)
-            return None
-        return resumed
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -256,11 +215,11 @@ class CheckpointManager:
             return
         run, tier = self._open()
         if resume_from is not None:
-            self._parent = parent_of(resume_from, run, tier)
+            self._restoring.parent = parent_of(resume_from, run, tier)
         self._session = begin_session(
             run,
             tier,
-            self._parent,
+            self._restoring.parent,
             new_lineage=self._on_existing == "new-lineage",
             settings=self._settings,
             stop=self._stop,
@@ -270,7 +229,7 @@ class CheckpointManager:
     @property
     def is_restored(self) -> bool:
         """Whether `restore` or `resume_path` of this manager has brought a checkpoint."""
-        return self._parent.restored
+        return self._restoring.parent.restored
 
     def should_save(self, moment: Moment) -> tuple[str, ...]:
         """Why to save now, by the save policy, or because this machine is about to go; empty if not. For a plain loop; trainers use
@@ -287,8 +246,8 @@ class CheckpointManager:
             return urgent
         if isinstance(moment, StepEnded) and moment.time_s is None:
             moment = replace(moment, time_s=time.monotonic() - self._made_s)
-        decision = self.save_policy.decide(moment, self._memory)
-        self._memory = decision.memory
+        decision = self.save_policy.decide(moment, self._restoring.memory)
+        self._restoring.memory = decision.memory
         for notice in decision.notices:
             logger.warning("%s", notice)
         return (*decision.reasons, *urgent)
@@ -339,9 +298,9 @@ class CheckpointManager:
             CkptmgrError: with `on_save_error="raise"`, this save failed, or one before it did in the background.
         """
         require("state", state, Mapping, 'give the pieces by name, such as {"model": model, "optimizer": optimizer}')
-        if self._memory:
-            state = {**state, MEMORY: dict(self._memory)}
-        facts = self._facts(step, epoch, metrics, reasons, metric_modes)
+        if self._restoring.memory:
+            state = {**state, MEMORY: dict(self._restoring.memory)}
+        facts = self._facts(step, epoch, metrics, reasons, metric_modes, pieces=state)
         return self._save(facts, lambda saver, urgent: saver.save(state, facts, urgent=urgent), wait=wait)
 
     def take(
@@ -363,7 +322,7 @@ class CheckpointManager:
             final: the framework never writes to these files again; False: they are copied.
             framework: what wrote them, for the manifest: `{"framework": "transformers", "transformers": "5.24.0"}`.
         """
-        facts = self._facts(step, epoch, metrics, reasons, metric_modes, framework)
+        facts = self._facts(step, epoch, metrics, reasons, metric_modes, framework=framework)
         path = Path(os.path.abspath(directory))
         return self._save(facts, lambda saver, urgent: saver.take(path, facts, final=final, urgent=urgent), wait=wait)
 
@@ -374,7 +333,9 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         reasons: Sequence[str],
         metric_modes: Mapping[str, str] | None,
+        *,
         framework: Mapping[str, str] | None = None,
+        pieces: Mapping[str, Any] | None = None,
     ) -> Facts:
         return Facts(
             step=step_of(step),
@@ -383,6 +344,8 @@ class CheckpointManager:
             reasons=reasons_of(reasons),
             metric_modes=self._modes() if metric_modes is None else metric_modes,
             framework=framework or {},
+            # Only where it is saved: whoever looks at a working tree starts a program.
+            conditions=present(self._described, pieces) if is_main_process() else Conditions(),
         )
 
     def _save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
@@ -414,6 +377,20 @@ class CheckpointManager:
             if deadline_s is not None:
                 logger.info("uploads hurry: %.0f s are left", deadline_s)
             self._session.hurry()
+
+    @property
+    def conditions(self) -> Conditions:
+        """What training runs under, as far as it is known: world size, versions of libraries, git commit, and what `describe` was told."""
+        return present(self._described)
+
+    def describe(self, conditions: Conditions) -> None:
+        """Say what training runs under, such as its batch size. Each manifest carries it, and a resume compares it with what it runs under itself.
+
+        May be called again; what is None in `conditions` stays as it is known already. What a piece of the state says about itself
+        (`ResumableLoader`), and the classes of the pieces, need not be told.
+        """
+        require("conditions", conditions, Conditions, "give Conditions(batch_size=…)")
+        self._described = combined(self._described, conditions)
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -465,17 +442,7 @@ class CheckpointManager:
             if left:
                 logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
             raise
-        uploads = session.uploader.tally.progress("")
-        self._report = report = CloseReport(
-            pending=tuple(str(stem) for stem in pending),
-            errors=tuple(session.uploader.poll_errors()),
-            saved=session.saved_count,
-            committed=uploads.committed,
-            skipped=session.skipped_count,
-            dropped=uploads.dropped,
-            save_failures=session.save_failures,
-            upload_failures=uploads.failures,
-        )
+        self._report = report = session.report(pending)
         logger.log(logging.WARNING if report.exit_code else logging.INFO, "%s closed: %s", self.url, report)
         session.raise_late()
         return report

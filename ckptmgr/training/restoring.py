@@ -1,22 +1,26 @@
-"""What `CheckpointManager.restore` does with a checkpoint directory, and when `ckptmgr resume` has chosen it."""
+"""The half of `CheckpointManager` that restores: which checkpoint, when `ckptmgr resume` has chosen it, and what is done with its directory."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
+from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError, NotCommittedError
 from ckptmgr.core.policies import Memory
+from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.launch import RESUME_ENV
-from ckptmgr.run.resume import Resumed
+from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.sidecar import read_sidecar
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import verify_directory
 from ckptmgr.training import state as training_state
+from ckptmgr.training.parent import Parent
 
 logger = logging.getLogger(__name__)
 MEMORY = "save_policy"
@@ -56,6 +60,70 @@ class Restored:
             report=report,
             skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
         )
+
+
+class Restoring:
+    """How one manager gets at checkpoints, and what it has restored.
+
+    Args:
+        open_places: opens the run and the local tier, which is at `local_dir`.
+        new_lineage: data without a commit is no reason to stop.
+
+    Attributes:
+        parent: what the next attempt descends from.
+        memory: what a plain loop's save policy remembers.
+    """
+
+    def __init__(
+        self, open_places: Callable[[], tuple[RunDirectory, LocalTier]], local_dir: Path, *, new_lineage: bool
+    ) -> None:
+        self.parent = Parent()
+        self.memory: Memory = {}
+        self._open = open_places
+        self._local_dir = local_dir
+        self._new_lineage = new_lineage
+
+    def restore(self, state: Mapping[str, Any], selector: str, *, strict: bool) -> Restored | None:
+        """See `CheckpointManager.restore`."""
+        resumed = self._fetch(selector)
+        if resumed is None:
+            return None
+        report, memory = load(resumed.directory, state, strict=strict)
+        self.memory = self.memory if memory is None else memory
+        self.parent = Parent.of(resumed)
+        if resumed.directory.is_relative_to(self._local_dir):
+            shutil.rmtree(resumed.directory.parent, ignore_errors=True)
+        logger.info(
+            "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
+        )
+        return Restored.of(resumed, report)
+
+    def path(self, selector: str) -> Path | None:
+        """See `CheckpointManager.resume_path`."""
+        resumed = self._fetch(selector)
+        if resumed is None:
+            return None
+        self.parent = Parent.of(resumed)
+        return resumed.path
+
+    def _fetch(self, selector: str) -> Resumed | None:
+        chosen = parse_selector(selector)
+        # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
+        self.parent = Parent()
+        run, tier = self._open()
+        if not chosen.is_explicit and (named := rewound_by_command(run)) is not None:
+            return named
+        try:
+            return resume(run, chosen, under=tier.resume_folder(), tier=tier)
+        except CheckpointNotFoundError as exc:
+            if not getattr(exc, "empty", False):
+                raise
+            logger.info("%s has no checkpoint yet: starting from scratch", run.url)
+        except NotCommittedError as exc:
+            if not self._new_lineage:
+                raise
+            logger.warning("%s: starting a new lineage", exc)
+        return None
 
 
 def load(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ckptmgr.backends.atomic import fsync_file
+from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import CkptmgrError, DiskFullError, UploadError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import FileEntry, Manifest
@@ -48,6 +49,7 @@ class Facts:
     reasons: Sequence[str] = ()
     metric_modes: Mapping[str, str] = field(default_factory=dict)
     framework: Mapping[str, str] = field(default_factory=dict)
+    conditions: Conditions = field(default_factory=Conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +310,7 @@ class Saver:
             metric_modes=dict(facts.metric_modes),
             world_size=world_size(),
             producer={**_producer(), **facts.framework},
+            conditions=facts.conditions.as_document(),
         )
         self._or_discard(prepared, lambda: self._tier.commit(manifest, prepared, target=self._target))
         self._trim()

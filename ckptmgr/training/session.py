@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ckptmgr.run.start import claim_attempt, refuse_unrestored
 from ckptmgr.run.tier import LocalTier, next_seq
 from ckptmgr.training.parent import Parent
 from ckptmgr.training.ranks import rank
+from ckptmgr.training.report import CloseReport
 from ckptmgr.training.saving import Facts, Saved, Saver, Watcher
 from ckptmgr.training.staging import available_memory_bytes
 from ckptmgr.transfer.alarm import Alarm, FailureBudget
@@ -193,6 +194,20 @@ class Session(Watcher):
         finally:
             self.tier.release()
             self._metrics.flush()
+
+    def report(self, pending: Sequence[Stem]) -> CloseReport:
+        """What this session did, and left behind: `pending`, which `close` returned. Errors in it count as polled."""
+        uploads = self.uploader.tally.progress("")
+        return CloseReport(
+            pending=tuple(str(stem) for stem in pending),
+            errors=tuple(self.uploader.poll_errors()),
+            saved=self.saved_count,
+            committed=uploads.committed,
+            skipped=self.skipped_count,
+            dropped=uploads.dropped,
+            save_failures=self.save_failures,
+            upload_failures=uploads.failures,
+        )
 
     # --- what becomes of saves (writer thread) ----------------------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""What this process trains under, and how that differs from what a checkpoint was made under."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.core.conditions import Conditions, Drift, drift
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.conditions import git_commit, versions_in_use, versions_of
+from ckptmgr.training.ranks import world_size
+from ckptmgr.training.restore_report import piece_kinds
+
+logger = logging.getLogger(__name__)
+
+
+def combined(*parts: Conditions) -> Conditions:
+    """All of `parts` as one: what is known in a later one counts; tables are joined."""
+    values: dict[str, Any] = {}
+    for part in parts:
+        for field in fields(Conditions):
+            value = getattr(part, field.name)
+            if isinstance(value, Mapping):
+                values[field.name] = {**values.get(field.name, {}), **value}
+            elif value is not None:
+                values[field.name] = value
+    return Conditions(**values)
+
+
+def present(described: Conditions, pieces: Mapping[str, Any] | None = None) -> Conditions:
+    """What training runs under now.
+
+    Args:
+        described: what a host knows; it counts where this module would say otherwise.
+        pieces: of the state: their classes, and what those say themselves that have a `conditions()`, such as `ResumableLoader`.
+    """
+    known = Conditions(world_size=world_size(), git_commit=_commit_of_the_code(), versions=versions_in_use())
+    if pieces is None:
+        return combined(known, described)
+    return combined(known, *_said_by(pieces), described, Conditions(pieces=piece_kinds(pieces)))
+
+
+def compare(manifest: Manifest, now: Conditions) -> tuple[Drift, ...]:
+    """What differs between the checkpoint's conditions and `now`; libraries that are not imported yet count by what is installed."""
+    saved = Conditions.of_document(manifest.conditions)
+    return drift(saved, replace(now, versions={**versions_of(saved.versions), **now.versions}))
+
+
+def _said_by(pieces: Mapping[str, Any]) -> Iterable[Conditions]:
+    for name, piece in pieces.items():
+        ask = getattr(piece, "conditions", None)
+        if not callable(ask) or isinstance(piece, type):
+            continue
+        try:
+            said = ask()
+        except Exception as error:  # the user's code: what it cannot say is unknown, and no save fails for it (I9)
+            logger.warning("the conditions of %r are unknown: %r", name, error, exc_info=True)
+            continue
+        if isinstance(said, Conditions):
+            yield said
+
+
+@cache
+def _commit_of_the_code() -> str | None:
+    """The commit of the program's tree, else of the working directory's. Once: what a process runs is what it has loaded at its start."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    commit = None if program is None else git_commit(Path(program).resolve().parent)
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        commit = commit or git_commit(Path.cwd())
+    return commit
