@@ -1,8 +1,9 @@
 """Capture the training state into a snapshot, write it to files, and put it back.
 
 A state is a mapping from a name to a *piece*: an object with `state_dict()` and `load_state_dict()`, or a plain tree of tensors and values.
-Each piece is one file, `<name>.json` if JSON gives it back exactly and `<name>.pt` otherwise. The random states are one more piece,
-`rng`. All files load with `weights_only=True`; nothing here unpickles arbitrary objects.
+Each piece is one file: `<name>.json` if JSON gives it back exactly, `<name>.safetensors` if it is a flat dict of tensors such as a model's state
+dict, and `<name>.pt` otherwise, which loads with `weights_only=True`. The random states are one more piece, `rng`. Nothing here unpickles
+arbitrary objects.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from ckptmgr.training.restore_report import RestoreReport, is_stateful, piece_ki
 from ckptmgr.training.rng import capture_rng, restore_rng
 from ckptmgr.training.torch_files import load_file, one_line, unreadable
 from ckptmgr.training.trees import HostMemory, TreeCopier, from_json, to_json
+from ckptmgr.training.weights import SUFFIX as SAFETENSORS
+from ckptmgr.training.weights import Weights, read_weights
 
 __all__ = [
     "RNG",
@@ -46,7 +49,8 @@ __all__ = [
 
 RNG = "rng"
 _PIECE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_SUFFIXES = (".json", ".pt")
+_JSON, _TORCH = ".json", ".pt"
+_SUFFIXES = (_JSON, _TORCH, SAFETENSORS)
 
 
 class Hold(Protocol):
@@ -174,14 +178,14 @@ def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, 
     values: dict[str, Any] = {}
     restored = [name for name in pieces if name in files]
     for name in restored:
-        tree = _read(files[name], name)
+        tree = _read(files[name], name, pieces[name])
         if is_stateful(pieces[name]):
             _load(name, pieces[name], tree)
         else:
             values[name] = tree
     notes: tuple[str, ...] = ()
     if rng and RNG in files:
-        notes = restore_rng(_read(files[RNG], RNG))
+        notes = restore_rng(_read(files[RNG], RNG, None))
         restored.append(RNG)
     elif rng:
         missing = (*missing, RNG)
@@ -219,13 +223,18 @@ def _state_of(name: str, piece: Any) -> Any:
 
 def _write_piece(name: str, tree: Any, directory: Path, needed_bytes: int) -> FileWritten:
     data = to_json(tree)
-    path = directory / f"{name}{_SUFFIXES[1] if data is None else _SUFFIXES[0]}"
     if data is not None:
+        path = directory / f"{name}{_JSON}"
         write_atomic(path, data)
         return FileWritten(path=path.name, digests=digest_bytes(data))
+    weights = Weights.of(tree)
+    path = directory / f"{name}{_TORCH if weights is None else SAFETENSORS}"
     with DigestingFile(path, needed_bytes=needed_bytes) as file:
         try:
-            torch.save(tree, cast("IO[bytes]", file))  # write() and flush() are all that it uses
+            if weights is not None:
+                weights.write(file)
+            else:
+                torch.save(tree, cast("IO[bytes]", file))  # write() and flush() are all that it uses
         except RuntimeError as error:
             raise CheckpointError(f"cannot write {str(path)!r}: {one_line(error)}", key=str(path)) from error
         return FileWritten(path=path.name, digests=file.finish())
@@ -246,8 +255,11 @@ def _files_of(directory: Path) -> dict[str, Path]:
     return {path.stem: path for path in paths}
 
 
-def _read(path: Path, name: str) -> Any:
-    if path.suffix != ".json":
+def _read(path: Path, name: str, piece: Any) -> Any:
+    if path.suffix == SAFETENSORS:
+        # A module copies its weights into its own; others may keep what they are given, and get memory that is no file's.
+        return read_weights(path, piece=name, mapped=isinstance(piece, torch.nn.Module))
+    if path.suffix == _TORCH:
         return load_file(path, piece=name)
     try:
         return from_json(path.read_bytes())

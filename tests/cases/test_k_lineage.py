@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.core.errors import ConflictError
@@ -32,7 +33,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 def saved_value(directory: Path) -> float:
     """What `state_of` was given, from a checkpoint's directory."""
-    return float(torch.load(directory / "model.pt", weights_only=True)["w"][0])
+    return float(load_file(directory / "model.safetensors")["w"][0])
 
 
 def save_steps(url: str, local_dir: Path, *steps: int, **options: Any) -> list[str]:
@@ -100,10 +101,10 @@ def test_k124_after_a_rewind_the_newer_lineage_goes_on(store: Store, ask: Ask, t
     assert {key: after[key] for key in before} == before
     calls = [call for backend in behind for call in backend.log if call.verb in ("rm_file", "pipe_file", "put_file")]
     assert not any(stem in call.path for call in calls for stem in old)
-    assert after[f"run/checkpoints/{again}/model.pt"] != before[f"run/checkpoints/{old[1]}/model.pt"]
+    assert after[f"run/checkpoints/{again}/model.safetensors"] != before[f"run/checkpoints/{old[1]}/model.safetensors"]
     manifests = [json.loads(after[f"run/manifests/{stem}.json"]) for stem in (old[1], again)]
     digests = [{f["path"]: f["blake3"] for f in manifest["files"]} for manifest in manifests]
-    assert digests[0]["model.pt"] != digests[1]["model.pt"]
+    assert digests[0]["model.safetensors"] != digests[1]["model.safetensors"]
     assert manifests[1]["parent"] == old[0]
 
     resumed = ask("resume", url, "--to", tmp_path / "auto")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptmgr.backends.base import Backend
 from ckptmgr.core.retention import KeepLast
@@ -47,7 +48,7 @@ def assert_100_is_all_there_is(url: str, tier: Path, ask: Ask) -> None:
     (row,) = ask("ls", url)["checkpoints"]
     resumed = ask("resume", url, "--local-dir", tier)
     assert (resumed["id"], resumed["step"], resumed["skipped"]) == (row["id"], 100, [])
-    weights = torch.load(Path(resumed["path"]) / "model.pt", weights_only=True)["w"]
+    weights = load_file(Path(resumed["path"]) / "model.safetensors")["w"]
     assert weights.shape == (60 * MIB // 4,)
     assert bool((weights == 100.0).all())
 

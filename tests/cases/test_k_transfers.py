@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.layout import Stem
@@ -357,7 +358,7 @@ def test_k075_nothing_is_staged_in_a_temporary_folder(
     )
     assert resumed.returncode == 0, resumed.stderr
     assert Path(resumed.stdout.strip()) == target
-    weights = torch.load(target / "model.pt", weights_only=True)["w"]
+    weights = load_file(target / "model.safetensors")["w"]
     assert torch.equal(weights, torch.arange(40 << 18, dtype=torch.float32))
     assert left_in(full_tmp) == []
     assert sorted(path.name for path in target.parent.iterdir()) == ["checkpoint-100", "checkpoint-100.ckptmgr.json"]

@@ -118,7 +118,7 @@ class Says(Callback):
 def watch_writes(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "open" or not isinstance(arguments[2], int) or not arguments[2] & (os.O_WRONLY | os.O_RDWR):
         return
-    if str(arguments[0]).endswith("model.pt") and threading.current_thread() is not threading.main_thread():
+    if str(arguments[0]).endswith("model.safetensors") and threading.current_thread() is not threading.main_thread():
         here("write")
 
 

@@ -115,7 +115,9 @@ def test_a_second_process_that_restores_does_not_take_the_first_ones_directory(
     url, disk = f"{store.url}/run", tmp_path / "disk"
     with CheckpointManager(url, local_dir=disk) as manager:
         manager.save(100, {"model": {"w": torch.ones(3)}})
-    living, dead = (disk / RESUMED / name / "checkpoint-100" / "model.pt" for name in (str(os.getppid()), "not-a-pid"))
+    living, dead = (
+        disk / RESUMED / name / "checkpoint-100" / "model.safetensors" for name in (str(os.getppid()), "not-a-pid")
+    )
     for path in (living, dead):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x")

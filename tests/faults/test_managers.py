@@ -99,7 +99,7 @@ def test_the_local_copy_stays_until_the_store_has_it(store: Store, tmp_path: Pat
 
     def on_disk() -> list[str]:
         tier = LocalTier.open(tmp_path / "disk")
-        whole = [str(stem) for stem in tier.run.stems() if (tier.data_dir(stem) / "model.pt").is_file()]
+        whole = [str(stem) for stem in tier.run.stems() if (tier.data_dir(stem) / "model.safetensors").is_file()]
         assert whole == [str(stem) for stem in tier.run.stems()]
         return whole
 

@@ -116,7 +116,7 @@ class TestSaveAndRestore:
         """Data without a manifest is no checkpoint, and no start from scratch either, unless asked for."""
         with manager() as first:
             first.begin()
-        loose = run_dir / "checkpoints" / "000001-000000000010-000001-0123abcd" / "model.pt"
+        loose = run_dir / "checkpoints" / "000001-000000000010-000001-0123abcd" / "model.safetensors"
         loose.parent.mkdir(parents=True)
         loose.write_bytes(b"half")
         with manager() as refused, pytest.raises(NotCommittedError):
@@ -136,7 +136,7 @@ class TestSaveAndRestore:
             toy.step()
             new = saving.save(20, toy.state())
         for root in (run_dir, tmp_path / "disk"):
-            (path,) = root.glob(f"checkpoints/{new}/model.pt")
+            (path,) = root.glob(f"checkpoints/{new}/model.safetensors")
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
@@ -145,7 +145,7 @@ class TestSaveAndRestore:
             restored = restoring.restore(other.state())
         assert restored is not None
         assert (restored.id, [skipped for skipped, _ in restored.skipped]) == (old, [new])
-        assert "model.pt" in restored.skipped[0][1]
+        assert "model.safetensors" in restored.skipped[0][1]
         assert other.numbers() == expected
         with manager() as explicit, pytest.raises(IntegrityError):
             explicit.restore(other.state(), "20")
