@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,19 @@ def gather_rows(row: Sequence[float]) -> list[list[float]]:
     return [each.tolist() for each in rows]
 
 
+def gather_bytes(mine: bytes) -> list[bytes]:
+    """The bytes of every rank, in the order of ranks; of any length. Two collectives if `can_agree`, as `any_rank`."""
+    if not can_agree():
+        return [mine]
+    torch: Any = sys.modules["torch"]
+    sizes = [int(size) for (size,) in gather_rows([len(mine)])]
+    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes, default=0) or 1, b"\0")), dtype=torch.uint8).to(_device())
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    _distributed().all_gather(everyones, padded)
+    here = [each.cpu() for each in everyones]
+    return [ctypes.string_at(each.data_ptr(), size) for each, size in zip(here, sizes, strict=True)]
+
+
 def _distributed() -> Any:
     """torch.distributed, if it is imported and a process group is set up; torch is not imported for it."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
@@ -79,6 +93,10 @@ def _distributed() -> Any:
 
 def _tensor(values: Sequence[float], dtype: str) -> Any:
     torch: Any = sys.modules["torch"]
+    return torch.tensor(values, dtype=getattr(torch, dtype), device=_device())
+
+
+def _device() -> str:
     # "cpu:gloo,cuda:nccl": the kinds of device, each with its backend.
     kinds = [pair.partition(":")[0] for pair in _distributed().get_backend_config().split(",")]
-    return torch.tensor(values, dtype=getattr(torch, dtype), device="cpu" if "cpu" in kinds else kinds[0])
+    return "cpu" if "cpu" in kinds else str(kinds[0])

@@ -27,6 +27,11 @@ def capture_rng() -> dict[str, Any]:
     }
 
 
+def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two results of `capture_rng` are of the same states."""
+    return _same(one, other)
+
+
 def restore_rng(states: Mapping[str, Any]) -> tuple[str, ...]:
     """Set every generator to what `capture_rng` returned.
 
@@ -48,6 +53,16 @@ def restore_rng(states: Mapping[str, Any]) -> tuple[str, ...]:
             piece="rng",
         ) from error
     return tuple(notes)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def _numpy_random() -> Any:

@@ -25,8 +25,8 @@ from ckptmgr.core.errors import (
     IncompatibleStateError,
 )
 from ckptmgr.training.output import DigestingFile
+from ckptmgr.training.rank_rng import capture_ranks, restore_ranks
 from ckptmgr.training.restore_report import RestoreReport, is_stateful, piece_kinds
-from ckptmgr.training.rng import capture_rng, restore_rng
 from ckptmgr.training.torch_files import load_file, one_line, unreadable
 from ckptmgr.training.trees import HostMemory, TreeCopier, from_json, to_json
 from ckptmgr.training.weights import SUFFIX as SAFETENSORS
@@ -120,7 +120,7 @@ def collect(pieces: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
         _check_name(name, rng=rng)
         trees[name] = _state_of(name, piece)
     if rng:
-        trees[RNG] = capture_rng()
+        trees[RNG] = capture_ranks()
     return trees
 
 
@@ -185,7 +185,7 @@ def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, 
             values[name] = tree
     notes: tuple[str, ...] = ()
     if rng and RNG in files:
-        notes = restore_rng(_read(files[RNG], RNG, None))
+        notes = restore_ranks(_read(files[RNG], RNG, None))
         restored.append(RNG)
     elif rng:
         missing = (*missing, RNG)
