@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFoundError
 from ckptmgr.core.layout import Stem, parse_stem
-from ckptmgr.core.manifest import How
+from ckptmgr.core.manifest import How, Manifest
 from ckptmgr.run.ancestry import identify, is_copy
 from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
@@ -21,16 +21,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """What this process restored, and so what its attempt descends from. `restored` is False for a start from scratch."""
+    """What this process restored, and so what its attempt descends from. `restored` is False for a start from scratch; `manifest` is what is known
+    of the checkpoint."""
 
     stem: Stem | None = None
     how: How = "auto"
     restored: bool = False
+    manifest: Manifest | None = None
 
     @classmethod
     def of(cls, resumed: Resumed) -> Parent:
         """The parent that a resume has brought."""
-        return cls(stem=resumed.manifest.stem, how=resumed.how, restored=True)
+        return cls(stem=resumed.manifest.stem, how=resumed.how, restored=True, manifest=resumed.manifest)
 
     def __str__(self) -> str:
         if self.how == "fresh":
@@ -42,7 +44,7 @@ def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     """Which checkpoint of `run` the directory is that a trainer resumed from; one that is none of `run`'s does not count as restored."""
     stem = parse_stem(directory.name)
     if stem is not None and directory.parent == tier.data_dir(stem).parent:
-        return Parent(stem=stem, restored=True)
+        return Parent(stem=stem, restored=True, manifest=tier.run.history().manifests.get(stem))
     try:
         sidecar = read_sidecar(directory)
     except CheckpointNotFoundError:
@@ -53,7 +55,7 @@ def parent_of(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     # A sidecar outlives a directory that the trainer's rotation removed, and another one may have taken its name.
     if not is_copy(directory.parent if directory.is_file() else directory, sidecar.manifest):
         return _identified(directory, run, tier)
-    return Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True)
+    return Parent(stem=sidecar.manifest.stem, how=sidecar.how, restored=True, manifest=sidecar.manifest)
 
 
 def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
@@ -66,4 +68,4 @@ def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     if stem is None:
         logger.warning("%s is not a checkpoint of %s, as far as its files say", directory, run.url)
         return Parent()
-    return Parent(stem=stem, restored=True)
+    return Parent(stem=stem, restored=True, manifest=history.manifests.get(stem))
