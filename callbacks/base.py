@@ -88,6 +88,8 @@ class TrainerState:
         log_history: everything logged so far, oldest first; JSON values.
         best_metric: for callbacks that keep the best value here.
         best_global_step: the step of `best_metric`.
+        stopped: the name of the callback that ended this training early; a resumed one then runs no step unless it is told to. None: it
+            was not ended, or by what a restart gets over (`Callback.stop_is_final`).
         is_local_process_zero: whether this is the first process of its machine.
         is_world_process_zero: whether this is the main process: the only one that saves and logs.
     """
@@ -99,6 +101,7 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
+    stopped: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -138,11 +141,14 @@ class Callback:
         priority: see `Priority`.
         critical: True: what a hook raises ends the training. A set of event names: only those do.
         name: what this callback is called in logs and in saved state; the name of its class if empty.
+        stop_is_final: whether a training that this callback ended (`should_training_stop`) is over, and stays over when it is resumed. False: it was
+            ended for a reason that a restart gets over, such as a limit of time.
     """
 
     priority: int = Priority.NORMAL
     critical: bool | frozenset[str] = False
     name: str = ""
+    stop_is_final: bool = True
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer was built. Once per trainer."""

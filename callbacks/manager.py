@@ -56,6 +56,10 @@ class CallbackManager(Callback):
         callbacks: added in this order.
         slow_s: a call longer than this is warned about, at most once a minute per callback and event.
         clock: seconds from any origin, never backwards.
+
+    Attributes:
+        stopped_by: the callback that has set `should_training_stop`, if that is final (`Callback.stop_is_final`); None when nobody has, or when it was
+            taken back. `state.stopped` is set to the same, where the host's state has it.
     """
 
     # What a critical callback of ours raised must get through a host's own manager too.
@@ -65,6 +69,7 @@ class CallbackManager(Callback):
         self, callbacks: Iterable[Any] = (), *, slow_s: float = 0.1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.slow_s = slow_s
+        self.stopped_by: str | None = None
         self._clock = clock
         self._entries: tuple[_Entry, ...] = ()
         for callback in callbacks:
@@ -208,9 +213,10 @@ class CallbackManager(Callback):
         hook = _hook_of(entry.callback, event)
         if hook is None:
             return
-        started = self._clock()
+        started, control = self._clock(), arguments.get("control")
+        stopped = getattr(control, "should_training_stop", False)
         try:
-            _take_flags(_invoke(hook, arguments), arguments.get("control"))
+            _take_flags(_invoke(hook, arguments), control)
         except Exception as error:
             if _is_critical(entry.callback, event):
                 # Not logged as well: whoever ends the training by it shows it.
@@ -219,6 +225,13 @@ class CallbackManager(Callback):
             self._record_failure(entry, event, arguments.get("state"), error)
         finally:
             self._record_time(entry, event, started)
+            if getattr(control, "should_training_stop", False) != stopped:
+                self._note_stop(None if stopped else _stopped_by(entry), arguments.get("state"))
+
+    def _note_stop(self, by: str | None, state: Any) -> None:
+        self.stopped_by = by
+        if hasattr(state, "stopped"):
+            state.stopped = by
 
     def _record_failure(self, entry: _Entry, event: str, state: Any, error: Exception) -> None:
         entry.failures += 1
@@ -275,6 +288,12 @@ CallbackManager.on_evaluate_end = _forward("on_evaluate")  # type: ignore[method
 
 def _is(present: Any, wanted: Any) -> bool:
     return isinstance(present, wanted) if isinstance(wanted, type) else present is wanted
+
+
+def _stopped_by(entry: _Entry) -> str | None:
+    if isinstance(entry.callback, CallbackManager):
+        return entry.callback.stopped_by
+    return entry.name if getattr(entry.callback, "stop_is_final", True) else None
 
 
 def _is_critical(callback: Any, event: str) -> bool:

@@ -59,6 +59,8 @@ class SaveModelCallback(Callback):
 
     priority = Priority.SAVE
     critical = frozenset({"on_train_begin"})
+    # A preemption, or uploads that fail: the next start goes on.
+    stop_is_final = False
 
     def __init__(
         self,

@@ -16,23 +16,27 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ckptmgr.callbacks.base import TrainerControl, TrainerState
 from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import ConfigError
-from ckptmgr.training import state as training_state
-from ckptmgr.training.arguments import TrainingArguments
+from ckptmgr.training.arguments import TrainingArguments, continues_stopped
 from ckptmgr.training.data_position import DataPosition
+from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
+from ckptmgr.training.edge_work import EdgeWork
 from ckptmgr.training.edges import EPOCH_HOOKS, Edges
-from ckptmgr.training.evaluating import Evaluating
-from ckptmgr.training.forward import optimizer_step, to_device
+from ckptmgr.training.generators import EvaluationData
 from ckptmgr.training.interruption import Interrupted, Interruption
-from ckptmgr.training.progress import OpenEdge, Progress, RunningLoss
-from ckptmgr.training.ranks import is_main_process
+from ckptmgr.training.progress import Progress, RunningLoss
+from ckptmgr.training.ranks import is_main_process, world_size
+from ckptmgr.training.restore_report import RestoreReport
+from ckptmgr.training.resuming import resume_pieces
 from ckptmgr.training.rng import capture_rng, restore_rng
+from ckptmgr.training.scheduling import Schedule
 
 __all__ = ["Trainer", "TrainingArguments", "TrainingResult"]
 
@@ -41,15 +45,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What `train` did: the step and epoch it is at, how many optimizer steps this call ran, and whether a preemption ended it."""
+    """What `train` did.
+
+    Attributes:
+        global_step: the step that it is at.
+        epoch: the epoch that it is at.
+        steps_run: optimizer steps of this call.
+        interrupted: whether a preemption ended it.
+        stopped: the callback that ended the training early, in this call or before it.
+        restored: what came back of the checkpoint that this call, or `restore` before it, went on from.
+    """
 
     global_step: int
     epoch: float
     steps_run: int
     interrupted: bool = False
+    stopped: str | None = None
+    restored: RestoreReport | None = None
 
 
-class Trainer(Evaluating):
+class Trainer(EdgeWork):
     """Trains a model, calls callbacks, and resumes to the last bit.
 
     "To the last bit" holds on CPU with deterministic algorithms and the same thread count, for losses and weights, at whatever step edge
@@ -58,6 +73,9 @@ class Trainer(Evaluating):
     If a callback has a `preemption`, such as a `SaveModelCallback`, the Trainer looks at it at every edge. An interrupted step or evaluation is
     taken back: random states, data position, buffers, and the states of callbacks are those of the last edge. So `pieces` of yours must
     change at the end of steps only, not in a forward pass.
+
+    A training that a callback has ended (`should_training_stop`) stays ended when it is resumed, unless `args.continue_stopped` says otherwise, or
+    the callback's `stop_is_final` is False.
 
     Args:
         model: its forward gives the loss, if there is no `loss_fn`: called as `model(**batch)` for a mapping, `model(*batch)` for a
@@ -70,10 +88,13 @@ class Trainer(Evaluating):
         loss_fn: `loss_fn(model, batch)` returns the loss of a micro-batch, its mean over samples: a scalar tensor, or a mapping or
             an object that has it under `loss`.
         eval_fn: `eval_fn(model, eval_dataloader)` returns metrics, in place of the mean loss; without gradient, in eval mode.
-        callbacks: callbacks or classes of them.
+        callbacks: callbacks or classes of them; with several ranks the same ones on all.
         processing_class: handed to callbacks (a tokenizer).
         pieces: further pieces of the state by name, saved and restored with the rest.
     """
+
+    state: TrainerState
+    control: TrainerControl
 
     def __init__(
         self,
@@ -100,6 +121,7 @@ class Trainer(Evaluating):
         self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self._schedule = Schedule(lr_scheduler, self.args, evaluates=eval_dataloader is not None)
         self.train_dataloader = train_dataloader
         self.eval_dataloader = eval_dataloader
         self.processing_class = processing_class
@@ -113,7 +135,10 @@ class Trainer(Evaluating):
         self._own_pieces = dict(pieces or {})
         self._position = DataPosition(train_dataloader)
         self._losses = RunningLoss(self.device)
-        self._progress = Progress(self.state, self._losses)
+        self._evaluation_data = EvaluationData(lambda: self.eval_dataloader)
+        self._progress = Progress(self.state, self._losses, self._evaluation_data, self.conditions)
+        self._restored: RestoreReport | None = None
+        self._facts: DatasetFacts | None = None
         self._evaluated_step = -1
         self._moved = False
         self._watch_out(None)
@@ -137,25 +162,26 @@ class Trainer(Evaluating):
             **self._own_pieces,
         }
 
-    def restore(self, directory: Path) -> training_state.RestoreReport:
+    def conditions(self) -> Conditions:
+        """What the data and the arguments say about what this training runs under; every checkpoint has it in its manifest."""
+        if self._facts is None:
+            self._facts = dataset_facts(self.train_dataloader)
+        return Conditions(
+            world_size=world_size(), accumulation=self.args.gradient_accumulation_steps, **self._facts._asdict()
+        )
+
+    def restore(self, directory: Path) -> RestoreReport:
         """Load a checkpoint of this trainer from a directory; `train` then goes on from there.
+
+        What did not come back, and what training runs under now that is not as it was (`conditions`, versions, the git commit), is logged, one line each.
 
         Raises:
             IncompatibleStateError: it does not fit; the trainer may be partly loaded.
             IntegrityError: a file is damaged.
         """
-        report = training_state.restore(directory, self.pieces())
-        for note in report.notes:
-            _log.warning("%s", note)
-        if report.missing:
-            _log.warning(
-                "the checkpoint has no %s: the resumed run will not equal the uninterrupted one",
-                ", ".join(report.missing),
-            )
-        if report.unexpected:
-            _log.warning("the checkpoint also has %s, which nothing here takes up", ", ".join(report.unexpected))
+        self._restored = resume_pieces(directory, self.pieces())
         _log.info("resuming from step %d, epoch %.4g", self.state.global_step, self.state.epoch)
-        return report
+        return self._restored
 
     def train(self, resume_from: str | Path | None = None) -> TrainingResult:
         """Train until `max_steps` or the last epoch, or until a callback stops it.
@@ -199,6 +225,8 @@ class Trainer(Evaluating):
             epoch=self.state.epoch,
             steps_run=self.state.global_step - first_step,
             interrupted=interrupted,
+            stopped=self.state.stopped,
+            restored=self._restored,
         )
 
     def log(self, logs: Mapping[str, Any]) -> None:
@@ -209,16 +237,26 @@ class Trainer(Evaluating):
 
     def _plan(self) -> None:
         """How far to train, from the arguments and the length of the loader."""
-        args, length = self.args, self._position.length
+        args, position = self.args, self._position
         self.state.num_train_epochs = args.num_train_epochs
-        steps_per_epoch = None if length is None else math.ceil(length / args.gradient_accumulation_steps)
+        per_step, length = args.gradient_accumulation_steps, position.length or 0
         if args.max_steps is not None:
             self.state.max_steps = args.max_steps
-            if steps_per_epoch:
-                self.state.num_train_epochs = math.ceil(args.max_steps / steps_per_epoch)
+            if length:
+                self.state.num_train_epochs = math.ceil(args.max_steps / math.ceil(length / per_step))
+        elif length:
+            # What is left, not the whole: the steps so far may have been of another accumulation (K001).
+            left = math.ceil((length - position.batches) / per_step)
+            epochs_left = args.num_train_epochs - position.epoch - 1
+            self.state.max_steps = self.state.global_step + max(0, left + epochs_left * math.ceil(length / per_step))
         else:
-            self.state.max_steps = args.num_train_epochs * (steps_per_epoch or 0)
+            self.state.max_steps = 0
         self.control.should_training_stop = self.control.should_interrupt = False
+        if self.state.stopped is not None and continues_stopped(args.continue_stopped):
+            _log.warning(
+                "going on from step %d, where %s had ended the training", self.state.global_step, self.state.stopped
+            )
+            self.state.stopped = None
         self._moved = False
 
     def _watch_out(self, preemption: Any) -> None:
@@ -245,11 +283,19 @@ class Trainer(Evaluating):
         preemption = self._interruption.preemption
         if not self._moved:
             _log.warning("interrupted at step %d, where it began: there is nothing new to save", self.state.global_step)
-        elif preemption is None or preemption.save_wanted:
-            self._call("on_save", checkpoint=self.pieces)
+        else:
+            self._save(wanted=preemption is None or preemption.save_wanted, together=self._interruption.together)
 
     def _train(self, rng: Mapping[str, Any] | None) -> None:
         open_edge = self._progress.open_edge
+        if self.state.stopped is not None and open_edge is None and not self.control.should_training_stop:
+            _log.warning(
+                "already stopped (%s): step %d was the last, and no further one is run - to go on, set continue_stopped in "
+                "TrainingArguments, or CKPTMGR_CONTINUE_STOPPED=1",
+                self.state.stopped,
+                self.state.global_step,
+            )
+            return
         if self._is_done() and open_edge is None:
             # Not info: a job that exits 0 without a step must be noticed (K001).
             _log.warning("nothing left to do: step %d of %d is done", self.state.global_step, self.state.max_steps)
@@ -261,6 +307,7 @@ class Trainer(Evaluating):
         # An interrupted step of an earlier call leaves gradients behind.
         self.optimizer.zero_grad()
         self._position.warm_up()
+        self._evaluation_data.begin()
         if rng is not None:
             restore_rng(rng)
         self._interruption.begin(self._position.length)
@@ -272,13 +319,17 @@ class Trainer(Evaluating):
             rng = None
 
     def _is_done(self) -> bool:
-        if self.state.max_steps:
-            return self.state.global_step >= self.state.max_steps
-        return self._position.epoch >= self.state.num_train_epochs
+        if self.args.max_steps is not None:
+            return self.state.global_step >= self.args.max_steps
+        return (
+            self._position.epoch + (1 if self._position.batches and self._position.exhausted else 0)
+            >= self.args.num_train_epochs
+        )
 
     def _run_epoch(self, rng: Mapping[str, Any] | None) -> None:
         """Run the present epoch, or the rest of it; ends early when a callback or `max_steps` says so."""
         self.control.should_epoch_stop = False
+        self._schedule.begin_epoch()
         self._edges.mark(EPOCH_HOOKS)
         self._call("on_epoch_begin")
         with self._edges.step(), self._interruption.loading():
@@ -311,129 +362,20 @@ class Trainer(Evaluating):
         if cuts:
             self._edges.mark_step()
         self._call("on_step_begin", batch=window[0])
-        total = torch.zeros((), device=self.device)
-        for index, given in enumerate(window):
-            batch = to_device(given, self.device)
-            loss, outputs = self._forward(batch)
-            self._backward(loss / len(window))
-            total += outputs["loss"] / len(window)
-            if index + 1 < len(window):
-                self._call("on_substep_end", batch=batch, outputs=outputs)
-                if cuts and self._edges.can_go_back:
-                    self._interruption.leave_if_due()
+        done = self._step_over(window, self._leave_between if cuts else lambda: None)
         self._position.advance(len(window))
-        self._optimize()
+        self._optimize(len(window), exhausted=self._position.exhausted)
         self.state.global_step += 1
         self._moved = True
         self.state.epoch = self._position.epochs
-        self._losses.add(total)
+        self._losses.add(done["outputs"]["loss"])
         self._set_flags(self.state.global_step, self.args.logging_steps, self.args.eval_steps)
-        self._call("on_step_end", batch=batch, outputs={**outputs, "loss": total}, checkpoint=self.pieces)
+        self._call("on_step_end", **done, checkpoint=self.pieces)
 
-    def _optimize(self) -> None:
-        stepped = optimizer_step(
-            self.optimizer,
-            self.model,
-            self.scaler,
-            max_grad_norm=self.args.max_grad_norm,
-            before=lambda: self._call("on_pre_optimizer_step"),
-        )
-        self._call("on_optimizer_step")
-        by_epoch = self.args.lr_scheduler_interval == "epoch"
-        # An overflow skips the optimizer's step, so the scheduler's as well.
-        if self.lr_scheduler is not None and (self._position.exhausted if by_epoch else stepped):
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
-
-    def _step_edge(self, *, stepped: bool) -> bool:
-        """Everything between two steps, the save last; whether the epoch is over."""
-        # Before anything that takes long, and after the hooks of the step: the last moment at which this step's save is whole.
-        self._interruption.is_due()
-        if stepped:
-            self._log_and_evaluate("step")
-        ended = self._position.exhausted or self.control.should_epoch_stop
-        over = ended or self.control.should_training_stop
-        if over:
-            if ended:
-                self._finish_epoch()
-            self._call("on_epoch_end")
-            self._log_and_evaluate("epoch")
-        self._save_at_edge()
-        return over
-
-    def _save_at_edge(self) -> None:
-        if self.control.should_interrupt and not self.control.should_training_stop:
-            raise Interrupted
-        if self.control.should_save:
-            self.control.should_save = False
-            self._call("on_save", checkpoint=self.pieces)
-
-    def _finish_open_edge(self, edge: OpenEdge) -> None:
-        """Do what the interrupted run had not done of the edge of its last step."""
-        _log.info("evaluating step %d again, which a preemption had cut off", self.state.global_step)
-        control = self.control
-        control.should_log, control.should_evaluate, control.should_save = False, True, edge.save
-        control.should_epoch_stop, control.should_training_stop = edge.epoch_stop, edge.training_stop
-        if edge.exhausted:
-            self._position.end()
-        if edge.stage == "step":
-            self._step_edge(stepped=True)
-        else:
-            self._interruption.is_due()
-            self._log_and_evaluate("epoch")
-            self._save_at_edge()
-
-    def _finish_epoch(self) -> None:
-        complete = self._position.exhausted
-        self._position.finish_epoch()
-        if complete:
-            self.state.epoch = float(self._position.epoch)
-        # The step may have been evaluated a moment ago; the weights are the same.
-        evaluated = self._evaluated_step == self.state.global_step
-        self._set_flags(self._position.epoch, None, self.args.eval_epochs if complete and not evaluated else None)
-
-    def _set_flags(self, count: int, logging: int | None, evaluation: int | None) -> None:
-        """Before the hooks, which may take a flag back."""
-        if logging and count % logging == 0:
-            self.control.should_log = True
-        if evaluation and count % evaluation == 0:
-            self.control.should_evaluate = True
-        if self._is_done():
-            self.control.should_training_stop = True
-
-    def _log_and_evaluate(self, stage: Literal["step", "epoch"]) -> None:
-        if self.control.should_log:
-            self.control.should_log = False
-            self.log({"loss": self._losses.take(), "learning_rate": float(self.optimizer.param_groups[0]["lr"])})
-        if self.control.should_evaluate:
-            self.control.should_evaluate = False
-            self._evaluate_at_edge(stage)
-
-    def _evaluate_at_edge(self, stage: Literal["step", "epoch"]) -> None:
-        control = self.control
-        open_edge = OpenEdge(
-            stage=stage,
-            save=control.should_save,
-            epoch_stop=control.should_epoch_stop,
-            training_stop=control.should_training_stop,
-            exhausted=self._position.exhausted,
-        )
-        try:
-            with self._edges.evaluation():
-                if control.should_interrupt:
-                    raise Interrupted
-                self._evaluate(self._interruption.watched(self._eval_data(), by_others=self._eval_fn is not None))
-        except Interrupted:
-            self._progress.open_edge = open_edge
-            raise
-        self._evaluated_step = self.state.global_step
-        if self._progress.open_edge is not None:
-            self._progress.open_edge = None
-            self._moved = True
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+    def _leave_between(self) -> None:
+        """Between two micro-batches: leave if a preemption says so, and the model can be taken back."""
+        if self._edges.can_go_back:
+            self._interruption.leave_if_due()
 
     def _call(self, event: str, **arguments: Any) -> None:
         self.callbacks.call(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptmgr.core.errors import ConfigError
+
+CONTINUE_STOPPED_ENV = "CKPTMGR_CONTINUE_STOPPED"
+Interval = Literal["step", "epoch", "batch", "evaluation"]
 
 _COUNTS = ("num_train_epochs", "max_steps", "gradient_accumulation_steps", "logging_steps", "eval_steps", "eval_epochs")
 
@@ -25,7 +29,12 @@ class TrainingArguments:
         eval_epochs: evaluate at the end of every so many epochs; None: never by epochs.
         amp: autocast to this type; None: no autocast.
         grad_scaler: scale the loss; None: with `amp="fp16"` only.
-        lr_scheduler_interval: whether the scheduler steps after every optimizer step or after every epoch.
+        lr_scheduler_interval: when the scheduler steps. `step`: after every optimizer step; `batch`: there, too, but once for each of its
+            micro-batches; an overflow that skips the optimizer's step skips both. `epoch`: at the end of every epoch, before it is evaluated.
+            `evaluation`: after every evaluation, as ReduceLROnPlateau needs it.
+        lr_scheduler_metric: what a scheduler that steps by a metric goes by; with several ranks by the mean of theirs.
+        continue_stopped: train on when the checkpoint is of a training that a callback ended; so does CKPTMGR_CONTINUE_STOPPED=1. Otherwise
+            such a training runs no step.
         device: where the batches go, and the model is moved to; None: the model's device.
 
     Raises:
@@ -41,7 +50,9 @@ class TrainingArguments:
     eval_epochs: int | None = None
     amp: Literal["bf16", "fp16"] | None = None
     grad_scaler: bool | None = None
-    lr_scheduler_interval: Literal["step", "epoch"] = "step"
+    lr_scheduler_interval: Interval = "step"
+    lr_scheduler_metric: str = "eval_loss"
+    continue_stopped: bool = False
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,8 +70,18 @@ class TrainingArguments:
             )
         if self.amp not in (None, "bf16", "fp16"):
             raise ConfigError(f"TrainingArguments: amp is {self.amp!r}", hint="use 'bf16', 'fp16' or None")
-        if self.lr_scheduler_interval not in ("step", "epoch"):
+        if self.lr_scheduler_interval not in get_args(Interval):
             raise ConfigError(
                 f"TrainingArguments: lr_scheduler_interval is {self.lr_scheduler_interval!r}",
-                hint="use 'step' or 'epoch'",
+                hint=f"use one of {', '.join(map(repr, get_args(Interval)))}",
             )
+        if not isinstance(self.lr_scheduler_metric, str) or not self.lr_scheduler_metric:
+            raise ConfigError(
+                f"TrainingArguments: lr_scheduler_metric is {self.lr_scheduler_metric!r}",
+                hint="give the name of a metric, such as 'eval_loss'",
+            )
+
+
+def continues_stopped(asked: bool = False) -> bool:
+    """Whether a training that was stopped early is to be gone on with: `asked` by the program, or by CKPTMGR_CONTINUE_STOPPED."""
+    return asked or os.environ.get(CONTINUE_STOPPED_ENV, "").strip().lower() in ("1", "true", "yes", "on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -38,13 +38,21 @@ class EdgeMark:
         model: the model.
         callbacks: for the states of those with a hook for one of the events `hooks`.
         hooks: the hooks that may run before this mark is used.
+        generators: those that may be drawn from before this mark is used, besides the global ones.
     """
 
-    def __init__(self, model: torch.nn.Module, callbacks: Callbacks, hooks: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        callbacks: Callbacks,
+        hooks: Collection[str] = (),
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         self._model = model
         self._callbacks = callbacks
         self._hooks = frozenset(hooks)
         self._rng = RngMark()
+        self._generators = [(generator, generator.get_state()) for generator in generators]
         self._states = self._copy_states() if hooks else {}
         self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
         self._versions: list[int] = []
@@ -71,11 +79,13 @@ class EdgeMark:
         return not self._versions or self._versions == [parameter._version for parameter in self._model.parameters()]
 
     def go_back(self) -> None:
-        """Put the random states and the buffers back."""
+        """Put the random states, of the marked generators too, and the buffers back."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 buffer.copy_(value)
                 module._buffers[name] = buffer
+        for generator, state in self._generators:
+            generator.set_state(state)
         self._rng.go_back()
 
     def states(self) -> dict[str, Any]:
@@ -141,9 +151,10 @@ class Edges:
             raise
 
     @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """An evaluation, which changes nothing but random states and callbacks; whatever interrupts it is as if it had come before."""
-        mark = EdgeMark(self._model, self._callbacks, EVALUATION_HOOKS)
+    def evaluation(self, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+        """An evaluation, which changes nothing but random states, those of `generators` too, and callbacks; whatever interrupts it is as if it had come
+        before."""
+        mark = EdgeMark(self._model, self._callbacks, EVALUATION_HOOKS, generators)
         try:
             yield
         except Interrupted:

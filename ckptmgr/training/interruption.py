@@ -36,11 +36,13 @@ class Interruption:
 
     Attributes:
         cuts_steps: whether a step can be left between micro-batches.
+        together: whether all ranks leave, and at the same edge; not so when one has lost its data loader.
     """
 
     def __init__(self, preemption: Preemption | None, control: Control) -> None:
         self.preemption = preemption
         self.cuts_steps = False
+        self.together = False
         self._control = control
 
     def begin(self, length: int | None) -> None:
@@ -50,6 +52,7 @@ class Interruption:
     def is_due(self) -> bool:
         """Whether to leave at this edge. A collective with several ranks."""
         if not self._control.should_interrupt and self.preemption is not None and self.preemption.agreed() is not None:
+            self.together = True
             self._leave()
         return self._control.should_interrupt
 

@@ -1,13 +1,17 @@
-"""How far a training is, apart from its data: counters, logs, the loss since the last log, and what a step's edge still has to do."""
+"""How far a training is, apart from its data: counters, logs, the loss since the last log, what a step's edge still has to do, and what evaluations
+carry on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.training.generators import EvaluationData
 
 # Facts of this process or of its arguments: a resumed run has its own.
 _NOT_RESUMED = {"max_steps", "num_train_epochs", "is_local_process_zero", "is_world_process_zero"}
@@ -63,22 +67,34 @@ class OpenEdge:
 
 
 class Progress:
-    """The piece `trainer`: the dataclass of state that callbacks see, the loss that is not logged yet, and an edge that is not over.
+    """The piece `trainer`: the dataclass of state that callbacks see, the loss that is not logged yet, an edge that is not over, and the state of
+    the evaluation's loader.
 
     Attributes:
         open_edge: what is left of the edge of the present step; None when it is over.
+        conditions: what the training runs under, as far as the trainer knows.
     """
 
-    def __init__(self, state: Any, losses: RunningLoss) -> None:
+    def __init__(
+        self, state: Any, losses: RunningLoss, evaluation_data: EvaluationData, conditions: Callable[[], Conditions]
+    ) -> None:
         self.open_edge: OpenEdge | None = None
         self._state = state
         self._losses = losses
+        self._evaluation_data = evaluation_data
+        # A manager asks each piece that has it, for the manifest.
+        self.conditions = conditions
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
         facts = {name: value for name, value in asdict(self._state).items() if name not in _NOT_RESUMED}
         open_edge = None if self.open_edge is None else asdict(self.open_edge)
-        return {"state": facts, "losses": self._losses.state_dict(), "open_edge": open_edge}
+        return {
+            "state": facts,
+            "losses": self._losses.state_dict(),
+            "open_edge": open_edge,
+            "evaluation_data": self._evaluation_data.state_dict(),
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Set what was saved, except what belongs to this process and its arguments."""
@@ -90,3 +106,5 @@ class Progress:
         # Absent in checkpoints of 0.1.
         open_edge = saved.get("open_edge")
         self.open_edge = None if open_edge is None else OpenEdge(**open_edge)
+        if "evaluation_data" in saved:
+            self._evaluation_data.load_state_dict(saved["evaluation_data"])

@@ -1,0 +1,59 @@
+"""Loading a checkpoint's directory into a trainer, with a report of what is not as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.run.ancestry import is_copy
+from ckptmgr.run.sidecar import read_sidecar
+from ckptmgr.training import state as training_state
+from ckptmgr.training.conditions import compare, present
+
+_log = logging.getLogger(__name__)
+
+
+def resume_pieces(directory: Path, pieces: Mapping[str, Any]) -> training_state.RestoreReport:
+    """Load `directory` into `pieces`, and say what came back, what did not, and what has changed since, one line each.
+
+    What training ran under when the checkpoint was made is in the manifest beside the directory; without one, or if it is that of another directory
+    which had this name, nothing is known about it.
+
+    Raises:
+        IncompatibleStateError: it does not fit; pieces may be partly loaded.
+        IntegrityError: a file is damaged.
+    """
+    manifest = manifest_of(directory)
+    # Before anything is loaded: pieces say what they were built with.
+    drifts = () if manifest is None else compare(manifest, present(Conditions(), pieces))
+    report = training_state.restore(directory, pieces)
+    report = replace(
+        report,
+        changed=tuple(each for each in drifts if each.what.startswith("pieces.")),
+        drift=tuple(each for each in drifts if not each.what.startswith("pieces.")),
+    )
+    first, *others = report.lines()
+    _log.info("%s", first)
+    for line in others:
+        _log.warning("%s", line)
+    if report.missing:
+        _log.warning("the resumed run will not equal the uninterrupted one")
+    return report
+
+
+def manifest_of(directory: Path) -> Manifest | None:
+    """The manifest of the checkpoint that `directory` is a copy of, as far as what lies beside it says."""
+    try:
+        manifest = read_sidecar(directory).manifest
+    except CheckpointNotFoundError:
+        return None
+    except ManifestError as error:
+        _log.warning("what the checkpoint was made under is not known: %s", error)
+        return None
+    return manifest if is_copy(directory.parent if directory.is_file() else directory, manifest) else None
