@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptmgr.core.conditions import Conditions
     from ckptmgr.core.errors import CkptmgrError
     from ckptmgr.core.policies import (
         AnyOf,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ckptmgr.core.conditions": ("Conditions",),
     "ckptmgr.core.errors": ("CkptmgrError",),
     "ckptmgr.core.policies": (
         "AnyOf",
@@ -66,6 +68,7 @@ __all__ = [
     "Best",
     "CheckpointManager",
     "CkptmgrError",
+    "Conditions",
     "EpochEnded",
     "Evaluated",
     "EveryMinutes",

@@ -252,6 +252,7 @@ def show(
         ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
         ("world size", str(manifest.world_size)),
         ("made by", made_by or "unknown"),
+        *_condition_lines(manifest),
         ("artifacts", ", ".join(f"{url or link.name}@v{link.version}" for link, url in links)),
     ):
         if value:
@@ -265,3 +266,21 @@ def show(
     for entry in manifest.files:
         table.add(entry.path, entry.role, size(entry.size), entry.blake3)
     show_table(table)
+
+
+def _condition_lines(manifest: Manifest) -> list[tuple[str, str]]:
+    """What training ran under, apart from the world size and the classes of pieces, which --json has."""
+    from ckptmgr.core.conditions import Conditions
+
+    conditions = Conditions.of_document(manifest.conditions)
+    batches = {
+        "of": conditions.batch_size,
+        "accumulated": conditions.accumulation,
+    }
+    data = {"samples": conditions.dataset_length, "fingerprint": conditions.dataset_fingerprint}
+    return [
+        ("batch", ", ".join(f"{name} {value}" for name, value in batches.items() if value is not None)),
+        ("dataset", ", ".join(f"{name} {value}" for name, value in data.items() if value is not None)),
+        ("code", conditions.git_commit or ""),
+        ("versions", ", ".join(f"{name} {value}" for name, value in sorted(conditions.versions.items()))),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from ckptmgr.cli.looking import SELECTOR_HELP, Json, Run
 from ckptmgr.cli.output import compact, count, emit, emit_json, progress, say, size, warn
 
 if TYPE_CHECKING:
+    from ckptmgr.core.conditions import Drift
     from ckptmgr.core.manifest import Manifest
     from ckptmgr.core.selectors import Selector
     from ckptmgr.run.resume import Resumed
@@ -53,7 +54,8 @@ Exit codes:
   5  the checkpoint that was named is damaged, or all are
   6  COMMAND ended well, but uploads are still pending, or saves were given
      up unsent
-  7  DIR holds something else, or the local tier contradicts the store
+  7  DIR holds something else, the local tier contradicts the store, or a
+     drift was found that --refuse-drift names
   other: COMMAND's own, 128 + n if signal n ended it"""
 _PUSH_EPILOG = """\b
 Examples:
@@ -98,6 +100,15 @@ def resume(
         bool, typer.Option("--strict", help="Fail on a damaged newest one instead of taking the next older.")
     ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Replace whatever else DIR holds.")] = False,
+    refuse_drift: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--refuse-drift",
+            metavar="NAME",
+            help="Fail if this is not as it was when the checkpoint was made: versions, versions.torch, git_commit, …; in COMMAND, which is told by "
+            "CKPTMGR_REFUSE_DRIFT, also world_size, batch_size, dataset_fingerprint, …. Several times if need be.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Put a verified checkpoint on local disk and print where; or run COMMAND with it.
@@ -113,26 +124,76 @@ def resume(
         what = "--json and a COMMAND exclude each other" if command else "there is no command after --"
         raise ConfigError(what, hint="COMMAND finds the path in CKPTMGR_RESUME_FROM" if command else "write it there")
     chosen = parse_selector(selector)
+    surroundings = Surroundings.of(command, refuse_drift or ())
     to = None if to is None else local_directory(to)
     local_dir = None if local_dir is None else local_directory(local_dir)
     try:
-        resumed = _resume(run_url, chosen, to, _tier(local_dir), strict=strict, replace=replace)
+        resumed = _resume(run_url, chosen, to, _tier(local_dir), surroundings, strict=strict, replace=replace)
     except CheckpointNotFoundError as exc:
         if not or_start or not getattr(exc, "empty", False):
             raise
         resumed = None
     if command is not None:
-        raise typer.Exit(_launch(command, resumed, run_url, local_dir))
+        raise typer.Exit(_launch(command, resumed, run_url, local_dir, surroundings.refused))
     if as_json:
-        emit_json(_resumed_json(resumed))
+        emit_json(_resumed_json(resumed, surroundings))
     elif resumed is not None:
         emit(str(resumed.path))
     else:
         say(f"{run_url} has no data yet: nothing to resume")
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is known here of the conditions that COMMAND will train under: the versions installed, and the commit of `directory`.
+
+    Attributes:
+        refused: drifts that are an error.
+    """
+
+    directory: Path
+    refused: frozenset[str]
+
+    @classmethod
+    def of(cls, command: Sequence[str] | None, refuse_drift: Sequence[str]) -> Surroundings:
+        """Those of the script that `command` runs, else of the working directory.
+
+        Raises:
+            ConfigError: a name in `refuse_drift`, or in CKPTMGR_REFUSE_DRIFT, is not known.
+        """
+        from ckptmgr.core.conditions import drift_names
+        from ckptmgr.run.conditions import refused_by_environment
+
+        scripts = (Path(word) for word in command or () if word.endswith(".py"))
+        script = next((script for script in scripts if script.is_file()), None)
+        directory = Path.cwd() if script is None else script.resolve().parent
+        return cls(directory, drift_names(refuse_drift) | refused_by_environment())
+
+    def drift(self, manifest: Manifest) -> tuple[Drift, ...]:
+        """How they differ from those that the checkpoint was made under."""
+        from ckptmgr.core.conditions import Conditions, drift
+        from ckptmgr.run.conditions import installed_like
+
+        saved = Conditions.of_document(manifest.conditions)
+        return drift(saved, installed_like(saved, self.directory))
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise DriftError if they differ in what is to be refused."""
+        from ckptmgr.core.conditions import refuse
+
+        if self.refused:
+            refuse(self.drift(manifest), self.refused, where=f"step {manifest.step} ({manifest.id})")
+
+
 def _resume(
-    run_url: str, selector: Selector, to: Path | None, tier: LocalTier | None, *, strict: bool, replace: bool
+    run_url: str,
+    selector: Selector,
+    to: Path | None,
+    tier: LocalTier | None,
+    surroundings: Surroundings,
+    *,
+    strict: bool,
+    replace: bool,
 ) -> Resumed:
     """Resume, showing progress."""
     from ckptmgr.run.candidates import open_to_resume
@@ -140,9 +201,13 @@ def _resume(
 
     run = open_to_resume(run_url, tier)
     with Bar() as bar:
-        resumed = execute(run, selector, to=to, tier=tier, strict=strict, replace=replace, progress=bar)
+        resumed = execute(
+            run, selector, to=to, tier=tier, strict=strict, replace=replace, progress=bar, check=surroundings.check
+        )
     origin = {"local": "from the local tier", "remote": f"from {run.url}", None: "already there"}[resumed.source]
     say(f"step {resumed.manifest.step} ({resumed.manifest.id}), {size(resumed.manifest.size_bytes)} verified, {origin}")
+    for each in surroundings.drift(resumed.manifest):
+        warn(f"changed: {each}")
     return resumed
 
 
@@ -168,15 +233,19 @@ class Bar:
         self._moved(moved)
 
 
-def _resumed_json(resumed: Resumed | None) -> dict[str, Any]:
+def _resumed_json(resumed: Resumed | None, surroundings: Surroundings) -> dict[str, Any]:
     if resumed is None:
-        return {"path": None, "id": None, "step": None, "source": None, "skipped": []}
+        return {"path": None, "id": None, "step": None, "source": None, "skipped": [], "drift": [], "conditions": {}}
     return {
         "path": str(resumed.path),
         "id": resumed.manifest.id,
         "step": resumed.manifest.step,
         "source": resumed.source,
         "skipped": [{"id": str(item.stem), "step": item.stem.step, "why": item.why} for item in resumed.skipped],
+        "drift": [
+            {"what": each.what, "saved": each.saved, "now": each.now} for each in surroundings.drift(resumed.manifest)
+        ],
+        "conditions": dict(resumed.manifest.conditions),
     }
 
 
@@ -187,14 +256,19 @@ def _tier(directory: Path | None) -> LocalTier | None:
     return None if directory is None else LocalTier.find(directory)
 
 
-def _launch(command: list[str], resumed: Resumed | None, run_url: str, local_dir: Path | None) -> int:
+def _launch(
+    command: list[str], resumed: Resumed | None, run_url: str, local_dir: Path | None, refused: frozenset[str]
+) -> int:
     """Run COMMAND, drain the local tier, and return the exit code of both."""
+    from ckptmgr.run.conditions import REFUSE_ENV
     from ckptmgr.run.launch import LOCAL_DIR_ENV, RESUME_ENV, fill_in, launch
 
     path = None if resumed is None else str(resumed.path)
     environment = {RESUME_ENV: path or ""}
     if local_dir is not None:
         environment[LOCAL_DIR_ENV] = os.path.abspath(local_dir)
+    if refused:
+        environment[REFUSE_ENV] = ",".join(sorted(refused))
     words = fill_in(command, path)
     say(f"{'resuming' if path else 'starting from scratch'}: {shlex.join(words)}")
     code = launch(words, environment)

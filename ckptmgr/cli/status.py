@@ -59,16 +59,18 @@ def status(
         emit_json(
             {
                 "run": None if run is None or history is None else _run_json(run, history),
-                "tiers": [_tier_json(view) for view in views],
+                "tiers": [
+                    {**_tier_json(view), "restored": tier.restored()} for view, tier in zip(views, tiers, strict=True)
+                ],
             }
         )
     else:
         if run is not None and history is not None:
             _emit_run(run, history)
-        for view in views:
+        for view, tier in zip(views, tiers, strict=True):
             if view is not views[0]:
                 emit("")
-            _emit_tier(view)
+            _emit_tier(view, tier.restored())
     if not all(view.is_durable for view in views):
         raise typer.Exit(6)
 
@@ -150,8 +152,8 @@ def _emit_run(run: RunDirectory, history: History) -> None:
         show_table(table)
 
 
-def _emit_tier(view: TierView) -> None:
-    for label, value in _lines(view):
+def _emit_tier(view: TierView, restored: dict[str, Any] | None) -> None:
+    for label, value in (*_lines(view), ("restored", _restored(restored))):
         if value:
             emit(f"{label + ':':<12}{one_line(value)}")
     if not view.entries:
@@ -191,6 +193,17 @@ def _lines(view: TierView) -> Iterable[tuple[str, str]]:
         yield "dropped", f"{count(len(dropped), 'save')}, never uploaded - `ckptmgr drain` acknowledges"
     yield from _lag_lines(view.lag)
     yield "last error", _last_error(view)
+
+
+def _restored(document: dict[str, Any] | None) -> str:
+    """The last restore in one line; nothing if it is not as this version writes it."""
+    match document:
+        case {"step": int(step), "restored_at": str(at), "report": {"missing": list(missing), "drift": list(drift)}}:
+            told = f"step {step}, at {when(at)} UTC"
+            told += f", without {', '.join(map(str, missing))}" if missing else ""
+            changed = [str(each["what"]) for each in drift if isinstance(each, dict) and "what" in each]
+            return told + (f", changed: {', '.join(changed)}" if changed else "")
+    return ""
 
 
 def _uploads(view: TierView) -> str:

@@ -6,9 +6,11 @@ for trees that a framework wrote itself. What nobody knows is None, and is not c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ckptmgr.core.errors import ConfigError, DriftError
 
 _NUMBERS = ("world_size", "batch_size", "accumulation", "dataset_length")
 _TEXTS = ("dataset_fingerprint", "git_commit")
@@ -89,6 +91,51 @@ def drift(saved: Conditions, now: Conditions) -> tuple[Drift, ...]:
 def matches(what: str, names: frozenset[str]) -> bool:
     """Whether a drift of `what` is one of `names`: by its own name, or by that of the table that it is in."""
     return what in names or what.partition(".")[0] in names
+
+
+def drift_names(texts: Iterable[str] | str) -> frozenset[str]:
+    """Names of drifts as people write them, several in one text with commas or blanks between them.
+
+    Raises:
+        ConfigError: there is no such drift: a misspelled one would never be found.
+    """
+    names = frozenset(
+        name for text in ([texts] if isinstance(texts, str) else texts) for name in text.replace(",", " ").split()
+    )
+    for name in sorted(names):
+        table, dot, entry = name.partition(".")
+        if not (table in _TABLES and entry if dot else name in (*_NUMBERS, *_TEXTS, *_TABLES)):
+            known = ", ".join((*_NUMBERS, *_TEXTS, *_TABLES))
+            raise ConfigError(
+                f"{name!r} is no drift that could be refused", hint=f"use {known}, or an entry such as versions.torch"
+            )
+    return names
+
+
+def refuse(found: Iterable[Drift], names: frozenset[str], *, where: str) -> None:
+    """Raise DriftError if one of `names` is among what was `found` to differ.
+
+    Args:
+        where: names the checkpoint, for the message.
+    """
+    refused = tuple(each for each in found if matches(each.what, names))
+    if refused:
+        raise DriftError(
+            f"{where} was made under other conditions: {'; '.join(map(str, refused))}",
+            hint="make it as it was, or do not refuse it (refuse_drift, --refuse-drift, CKPTMGR_REFUSE_DRIFT); nothing was loaded",
+            drift=refused,
+        )
+
+
+def incomparable(saved: Conditions, now: Conditions, names: frozenset[str]) -> tuple[str, ...]:
+    """Those of `names` that one side does not know, sorted, so that their drift would go unnoticed."""
+    return tuple(name for name in sorted(names) if not (_knows(saved, name) and _knows(now, name)))
+
+
+def _knows(conditions: Conditions, name: str) -> bool:
+    field_name, dot, entry = name.partition(".")
+    value = getattr(conditions, field_name)
+    return entry in value if dot else value not in (None, {})
 
 
 def _table(value: Any) -> Mapping[str, str]:

@@ -16,7 +16,9 @@
     │     ├─ ObjectNotFoundError (FileNotFoundError) · ObjectExistsError (FileExistsError)
     │     └─ AccessDeniedError (PermissionError) · BucketNotFoundError · DiskFullError
     ├─ UploadError                                                          6 uploads still pending
-    └─ ResumeError ── IncompatibleStateError                                5
+    └─ ResumeError                                                          5
+       └─ IncompatibleStateError                                            5
+          └─ DriftError                                                     7 training's conditions differ, which was refused
 
 Exit codes are those of the interface people script against; the command line maps an error to its class's `exit_code` and
 prints `str(error)`: one line with what, where, why and, after a dash, what to do (`hint`).
@@ -201,3 +203,10 @@ class ResumeError(CkptmgrError):
 
 class IncompatibleStateError(ResumeError):
     """The checkpoint does not fit the objects it should be loaded into; `piece` names the part."""
+
+
+class DriftError(IncompatibleStateError):
+    """Training runs under other conditions than the checkpoint's, which was to be refused; nothing was loaded. `drift` says what differs."""
+
+    exit_code = 7
+    drift: tuple[Any, ...] = ()

@@ -9,6 +9,7 @@
     <run>/.gc/<stem>.json                uncommitted data that gc will remove, on stores where it takes two passes
     <run>/uploads/<stem>.json            local tier only: the upload journal of one save
     <run>/transfer.json, transfer.log, metrics.jsonl     local tier only: what the uploads are doing, and figures to plot
+    <run>/restored.json                  local tier only: what the last restore did
 
 Numbers are zero-padded, so that LIST order is (attempt, step, seq); nothing sorts unpadded numbers as strings (I4).
 """
@@ -38,6 +39,8 @@ METRICS_FILE = "metrics.jsonl"
 OLD_METRICS_FILE = "metrics.old.jsonl"
 LOG_FILE = "transfer.log"
 OLD_LOG_FILE = "transfer.old.log"
+# Local tier only, and information: what the last restore from or into it did.
+RESTORED_FILE = "restored.json"
 # The ending of a directory that is still being filled.
 PARTIAL = ".partial"
 # Written and removed again when a run is created; a kill in between may leave one, which means nothing.

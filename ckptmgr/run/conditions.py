@@ -12,6 +12,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from ckptmgr.core.conditions import Conditions, drift_names
+
 # Module -> distribution of what decides about bits, or about which samples come next.
 _DECIDING = {
     "torch": "torch",
@@ -38,6 +40,8 @@ _DECIDING = {
     "vllm": "vllm",
     "xformers": "xformers",
 }
+# Names of drifts, with commas or blanks between them, that a resume is to refuse.
+REFUSE_ENV = "CKPTMGR_REFUSE_DRIFT"
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -54,12 +58,33 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
+def installed_like(saved: Conditions, directory: Path) -> Conditions:
+    """What is here of `saved`, as far as that can be known without starting a training: the versions installed, the commit at `directory`.
+
+    Versions only where a training could be started: without PyTorch, this environment is not the training's.
+    """
+    versions = versions_of(saved.versions)
+    return Conditions(
+        versions=versions if "torch" in versions or "torch" not in saved.versions else {},
+        git_commit=None if saved.git_commit is None else git_commit(directory),
+    )
+
+
 @cache
 def _version(name: str) -> str | None:
     # A broken installation (no METADATA, an unreadable one) is no reason to fail a save.
     with contextlib.suppress(Exception):
         return str(metadata.version(name))
     return None
+
+
+def refused_by_environment() -> frozenset[str]:
+    """The drifts that `ckptmgr resume --refuse-drift`, or the user, has named in CKPTMGR_REFUSE_DRIFT.
+
+    Raises:
+        ConfigError: one of them does not exist.
+    """
+    return drift_names([os.environ.get(REFUSE_ENV, "")])
 
 
 def git_commit(directory: Path) -> str | None:

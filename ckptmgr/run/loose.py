@@ -26,6 +26,7 @@ _OURS = {
     layout.ARTIFACTS,
     layout.UPLOADS,
     layout.RESUMED,
+    layout.RESTORED_FILE,
     layout.TRANSFER_FILE,
     layout.METRICS_FILE,
     layout.OLD_METRICS_FILE,

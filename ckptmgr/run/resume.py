@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from ckptmgr.core import protocol
-from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError
+from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, IntegrityError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem, manifest_key
+from ckptmgr.core.layout import CHECKPOINTS, Stem, manifest_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.protocol import Fetched, Unusable
 from ckptmgr.core.selectors import Selector
@@ -20,6 +20,7 @@ from ckptmgr.run import locks, notes
 from ckptmgr.run.candidates import Candidate, candidates
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
+from ckptmgr.run.loose import Names, names_below
 from ckptmgr.run.sidecar import Sidecar
 from ckptmgr.run.target import Target
 from ckptmgr.run.tier import LocalTier
@@ -45,7 +46,7 @@ class Resumed:
         directory: the directory; its sidecar lies beside it.
         manifest: what it is.
         source: where the bytes came from; None when they were already there.
-        skipped: newer ones that could not be used.
+        skipped: newer ones that could not be used, or were never committed.
         how: `auto` or `explicit`.
     """
 
@@ -85,6 +86,7 @@ def resume(
     strict: bool = False,
     replace: bool = False,
     progress: Progress | None = None,
+    check: Callable[[Manifest], None] | None = None,
 ) -> Resumed:
     """Put the checkpoint that `selector` means into a directory of its own, verified, and say where.
 
@@ -98,6 +100,7 @@ def resume(
         tier: a local tier to look in first.
         strict: for `latest`, fail instead of falling back.
         replace: replace whatever else `to` holds.
+        check: is shown the manifest of each checkpoint before anything of it is fetched; what it raises ends the resume, with nothing changed.
 
     Raises:
         CheckpointNotFoundError: nothing matches (`empty` is True on a run without any data), or it was removed meanwhile.
@@ -123,9 +126,13 @@ def resume(
         target = Target(Path(os.path.abspath(directory)))
         for root in roots:
             target.refuse_run(root)
+        if check is not None and (known := history.manifests.get(stem)) is not None:
+            check(known)
         outcome = _restore(places, target, history, replace, how, progress)
         if not isinstance(outcome, Unusable):
             manifest, source = outcome
+            if how == "auto":
+                skipped = [*_unfinished(run, tier, history, after=stem), *skipped]
             return Resumed(
                 path=_entry_point(target.directory, manifest),
                 directory=target.directory,
@@ -141,6 +148,28 @@ def resume(
         skipped.append(Skipped(stem=stem, why=why))
         removed = removed and outcome.removed
     raise _none_left(run, skipped, removed)
+
+
+def _unfinished(run: RunDirectory, tier: LocalTier | None, history: History, *, after: Stem) -> list[Skipped]:
+    """Saves newer than `after` whose data is there and whose manifest is not, newest first: no checkpoints (I1), but somebody may miss them."""
+    known = {*history.manifests, *history.broken, *history.closed}
+    found: dict[Stem, str] = {}
+    for place in (run, tier.run if tier is not None else None):
+        if place is None:
+            continue
+        try:
+            names = Names(data=names_below(place, CHECKPOINTS), top=[])
+            stems = [data.stem for data in place.loose_data(known, names) if data.state == "uncommitted"]
+            # Looked for again: another process may have committed it since the history was read.
+            newer = [stem for stem in stems if stem and stem > after and place.read(manifest_key(stem)) is None]
+        except BackendError as exc:
+            logger.warning("whether %s holds anything newer, uncommitted, is not known: %s", place.url, exc)
+            continue
+        for stem in newer:
+            found.setdefault(stem, f"incomplete: it was never committed in {place.url}")
+    for stem, why in found.items():
+        logger.warning("step %d (%s) is passed over: %s", stem.step, stem, why)
+    return [Skipped(stem=stem, why=found[stem]) for stem in sorted(found, reverse=True)]
 
 
 def _failure(stem: Stem, run: RunDirectory, why: str, removed: bool) -> CheckpointNotFoundError | IntegrityError:

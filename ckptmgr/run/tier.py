@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptmgr.backends.atomic import (
     TEMP_PREFIX,
@@ -20,14 +22,16 @@ from ckptmgr.backends.atomic import (
 from ckptmgr.backends.local import LocalBackend
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.core import layout
-from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConflictError
+from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, CkptmgrError, ConflictError, ManifestError
 from ckptmgr.core.layout import PARTIAL, RESUMED, Stem
-from ckptmgr.core.manifest import Manifest, encode_manifest
+from ckptmgr.core.manifest import FORMAT, VERSION, Manifest, canonical_json, decode_record, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
 from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.identity import utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
 
+logger = logging.getLogger(__name__)
 _HOLD_FILE = ".lock"
 
 
@@ -208,6 +212,20 @@ class LocalTier:
         path = self.root / layout.attempt_key(record.number)
         make_dirs_durable(path.parent)
         write_atomic(path, encode_attempt(record))
+
+    def note_restored(self, document: Mapping[str, Any]) -> None:
+        """Keep what a restore did, for `ckptmgr status`. Information only: a disk that cannot be written costs the note, nothing else."""
+        stamped = {"format": FORMAT, "version": VERSION, "restored_at": utc_stamp(), **document}
+        try:
+            write_atomic(self.root / layout.RESTORED_FILE, canonical_json(stamped))
+        except BackendError as exc:
+            logger.warning("what was restored cannot be noted in %s: %s", self.root, exc)
+
+    def restored(self) -> dict[str, Any] | None:
+        """What `note_restored` has kept last; None if there is nothing, or nothing that can be read."""
+        with contextlib.suppress(OSError, ManifestError):
+            return decode_record((self.root / layout.RESTORED_FILE).read_bytes(), where=layout.RESTORED_FILE)
+        return None
 
     def pending(self, target: str | None = None) -> list[tuple[Manifest, UploadEntry]]:
         """Committed saves that the store has not confirmed, newest first: the queue.

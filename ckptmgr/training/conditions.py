@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.core.conditions import Conditions, Drift, drift
+from ckptmgr.core.conditions import Conditions, Drift, drift, incomparable, refuse
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.conditions import git_commit, versions_in_use, versions_of
 from ckptmgr.training.ranks import world_size
-from ckptmgr.training.restore_report import piece_kinds
+from ckptmgr.training.restore_report import RestoreReport, piece_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,49 @@ def present(described: Conditions, pieces: Mapping[str, Any] | None = None) -> C
 def compare(manifest: Manifest, now: Conditions) -> tuple[Drift, ...]:
     """What differs between the checkpoint's conditions and `now`; libraries that are not imported yet count by what is installed."""
     saved = Conditions.of_document(manifest.conditions)
-    return drift(saved, replace(now, versions={**versions_of(saved.versions), **now.versions}))
+    return drift(saved, _with_installed(saved, now))
+
+
+def compare_or_refuse(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> tuple[Drift, ...]:
+    """As `compare`, for what is about to be loaded.
+
+    Args:
+        refused: drifts that are an error, by `drift_names`.
+
+    Raises:
+        DriftError: one of `refused` is among what differs.
+    """
+    found = compare(manifest, now)
+    refuse(found, refused, where=f"step {manifest.step} ({manifest.id})")
+    return found
+
+
+def with_drift(report: RestoreReport, found: Iterable[Drift]) -> RestoreReport:
+    """`report` with what was found to differ; of other classes of pieces only what was restored."""
+    pieces = {f"pieces.{name}" for name in report.restored}
+    differs = tuple(found)
+    return replace(
+        report,
+        changed=tuple(each for each in differs if each.what in pieces),
+        drift=tuple(each for each in differs if not each.what.startswith("pieces.")),
+    )
+
+
+def log_report(report: RestoreReport) -> None:
+    """Log `report` line by line: as information what is as it should be, as a warning what is not."""
+    good = replace(report, missing=(), changed=(), drift=(), notes=()).lines()
+    for line in report.lines():
+        logger.log(logging.INFO if line in good else logging.WARNING, "%s", line)
+
+
+def unknown(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> tuple[str, ...]:
+    """Those of `refused` that cannot be compared: the checkpoint does not say, or nobody here does."""
+    saved = Conditions.of_document(manifest.conditions)
+    return incomparable(saved, _with_installed(saved, now), refused)
+
+
+def _with_installed(saved: Conditions, now: Conditions) -> Conditions:
+    return replace(now, versions={**versions_of(saved.versions), **now.versions})
 
 
 def _said_by(pieces: Mapping[str, Any]) -> Iterable[Conditions]:

@@ -15,11 +15,12 @@ from typing import Any, Literal
 from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import normalize_url
 from ckptmgr.backends.retry import PATIENT, RetryPolicy
-from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.conditions import Conditions, drift_names
 from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.policies import Moment, SavePolicy, StepEnded
 from ckptmgr.core.retention import KeepLast, RetentionRule
+from ckptmgr.run.conditions import refused_by_environment
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.training.checking import (
@@ -83,6 +84,8 @@ class CheckpointManager:
         wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults. A lambda, or a class of the main module,
             keeps uploads in this process.
         prometheus: a file to keep current for Prometheus' textfile collector, besides `metrics.jsonl` in the local tier.
+        refuse_drift: what must be as it was when a checkpoint is restored, besides what CKPTMGR_REFUSE_DRIFT names: `world_size`, `batch_size`,
+            `dataset_fingerprint`, `versions`, `versions.torch`, `pieces.optimizer`, …, by the fields of `ckptmgr.Conditions`.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class CheckpointManager:
         retry_after_s: float = 30.0,
         wrap_backend: Callable[[Backend], Backend] | None = None,
         prometheus: str | os.PathLike[str] | None = None,
+        refuse_drift: Sequence[str] = (),
     ) -> None:
         host: str = transfer or os.environ.get(TRANSFER_ENV) or "process"
         require_one_of("on_existing", on_existing, "refuse", "new-lineage")
@@ -153,7 +157,12 @@ class CheckpointManager:
         )
         self._on_existing = on_existing
         self._stop = threading.Event()
-        self._restoring = Restoring(self._open, self.local_dir, new_lineage=on_existing == "new-lineage")
+        self._restoring = Restoring(
+            self._open,
+            self.local_dir,
+            new_lineage=on_existing == "new-lineage",
+            refused=drift_names(refuse_drift) | refused_by_environment(),
+        )
         self._described = Conditions()
         self._session: Session | None = None
         self._report: CloseReport | None = None
@@ -162,32 +171,48 @@ class CheckpointManager:
 
     # --- restoring --------------------------------------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any], selector: str = "latest", *, strict: bool = True) -> Restored | None:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        selector: str = "latest",
+        *,
+        strict: bool = True,
+        refuse_drift: Sequence[str] = (),
+    ) -> Restored | None:
         """Load a checkpoint into `state` in place, the random states included; None on a run without any data.
 
-        Every byte is verified before anything is loaded (I5). The attempt that this process claims then descends from it.
+        Every byte is verified before anything is loaded (I5). The attempt that this process claims then descends from it. What came back, what
+        did not, and what training runs under now that was not so before, is in the report, and logged.
 
         Args:
             state: name -> object with `load_state_dict`, or a plain value (found in `report.values`), as given to `save`.
             selector: `latest`, a step, `best:METRIC`, `tag:NAME`, `id:ID`. `latest` means the checkpoint that `ckptmgr resume RUN SELECTOR --
                 COMMAND` has named and put on disk for this process, if there is one.
             strict: refuse a checkpoint that lacks a piece of `state`.
+            refuse_drift: what must be as it was, besides what the manager refuses.
 
         Raises:
             ConflictError: an attempt is already claimed: restore before the first save.
             CkptmgrError: as `ckptmgr.run.resume.resume`; nothing was loaded.
+            DriftError: something that was to be refused is not as it was; nothing was loaded.
             IncompatibleStateError: the checkpoint does not fit; `state` may be partly loaded.
         """
         self._refuse_if_begun()
-        return self._restoring.restore(state, selector, strict=strict)
+        require("state", state, Mapping, 'give the pieces by name, such as {"model": model, "optimizer": optimizer}')
+        now = present(self._described, state)
+        return self._restoring.restore(state, selector, strict=strict, now=now, refused=drift_names(refuse_drift))
 
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
 
-        The directory stays until this process asks again, or another one does after its end.
+        The directory stays until this process asks again, or another one does after its end. What `describe` was told before is compared with
+        the checkpoint's conditions: differences are logged, or refused.
+
+        Raises:
+            ConflictError, CkptmgrError, DriftError: as `restore`.
         """
         self._refuse_if_begun()
-        return self._restoring.path(selector)
+        return self._restoring.path(selector, now=self.conditions)
 
     def _refuse_if_begun(self) -> None:
         if self._session is not None:
@@ -230,6 +255,16 @@ class CheckpointManager:
     def is_restored(self) -> bool:
         """Whether `restore` or `resume_path` of this manager has brought a checkpoint."""
         return self._restoring.parent.restored
+
+    @property
+    def restored_manifest(self) -> Manifest | None:
+        """Of the checkpoint that this process goes on from: known after `restore` or `resume_path`, or after a `begin` that was told a directory."""
+        return self._restoring.parent.manifest
+
+    @property
+    def refused_drift(self) -> frozenset[str]:
+        """What must be as it was when a checkpoint is restored."""
+        return self._restoring.refused
 
     def should_save(self, moment: Moment) -> tuple[str, ...]:
         """Why to save now, by the save policy, or because this machine is about to go; empty if not. For a plain loop; trainers use

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError, NotCommittedError
+from ckptmgr.core.manifest import Manifest, encode_metric
 from ckptmgr.core.policies import Memory
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
@@ -20,7 +22,9 @@ from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import verify_directory
 from ckptmgr.training import state as training_state
+from ckptmgr.training.conditions import compare, compare_or_refuse, log_report, unknown, with_drift
 from ckptmgr.training.parent import Parent
+from ckptmgr.training.ranks import is_main_process
 
 logger = logging.getLogger(__name__)
 MEMORY = "save_policy"
@@ -61,6 +65,18 @@ class Restored:
             skipped=tuple((str(skipped.stem), skipped.why) for skipped in resumed.skipped),
         )
 
+    def as_document(self) -> dict[str, Any]:
+        """JSON values; of the report, `values` are left out."""
+        return {
+            "id": self.id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "metrics": {name: encode_metric(value) for name, value in self.metrics.items()},
+            "source": self.source,
+            "skipped": [{"id": stem, "why": why} for stem, why in self.skipped],
+            "report": self.report.as_document(),
+        }
+
 
 class Restoring:
     """How one manager gets at checkpoints, and what it has restored.
@@ -68,6 +84,7 @@ class Restoring:
     Args:
         open_places: opens the run and the local tier, which is at `local_dir`.
         new_lineage: data without a commit is no reason to stop.
+        refused: drifts that are an error.
 
     Attributes:
         parent: what the next attempt descends from.
@@ -75,19 +92,37 @@ class Restoring:
     """
 
     def __init__(
-        self, open_places: Callable[[], tuple[RunDirectory, LocalTier]], local_dir: Path, *, new_lineage: bool
+        self,
+        open_places: Callable[[], tuple[RunDirectory, LocalTier]],
+        local_dir: Path,
+        *,
+        new_lineage: bool,
+        refused: frozenset[str],
     ) -> None:
         self.parent = Parent()
         self.memory: Memory = {}
+        self.refused = refused
         self._open = open_places
         self._local_dir = local_dir
         self._new_lineage = new_lineage
 
-    def restore(self, state: Mapping[str, Any], selector: str, *, strict: bool) -> Restored | None:
-        """See `CheckpointManager.restore`."""
-        resumed = self._fetch(selector)
-        if resumed is None:
+    def restore(
+        self, state: Mapping[str, Any], selector: str, *, strict: bool, now: Conditions, refused: frozenset[str]
+    ) -> Restored | None:
+        """See `CheckpointManager.restore`.
+
+        Args:
+            now: what training runs under, `state` included.
+            refused: drifts that are an error besides those of the manager.
+        """
+        refused |= self.refused
+        fetched = self._fetch(selector, lambda manifest: _refuse(manifest, now, refused))
+        if fetched is None:
             return None
+        resumed, tier = fetched
+        for name in unknown(resumed.manifest, now, refused):
+            logger.warning("%s: a drift of %s would be refused, but it cannot be compared", resumed.manifest.id, name)
+        drifts = compare(resumed.manifest, now)
         report, memory = load(resumed.directory, state, strict=strict)
         self.memory = self.memory if memory is None else memory
         self.parent = Parent.of(resumed)
@@ -96,25 +131,38 @@ class Restoring:
         logger.info(
             "restored step %d (%s) from %s", resumed.manifest.step, resumed.manifest.id, resumed.source or "disk"
         )
-        return Restored.of(resumed, report)
+        restored = Restored.of(resumed, with_drift(report, drifts))
+        if is_main_process():
+            log_report(restored.report)
+            tier.note_restored(restored.as_document())
+        return restored
 
-    def path(self, selector: str) -> Path | None:
+    def path(self, selector: str, *, now: Conditions) -> Path | None:
         """See `CheckpointManager.resume_path`."""
-        resumed = self._fetch(selector)
-        if resumed is None:
+        fetched = self._fetch(selector, lambda manifest: _refuse(manifest, now, self.refused))
+        if fetched is None:
             return None
+        resumed, tier = fetched
         self.parent = Parent.of(resumed)
+        if is_main_process():
+            drifts = compare(resumed.manifest, now)
+            for each in drifts:
+                logger.warning("changed: %s", each)
+            # What the trainer restores from there, only the trainer knows.
+            report = training_state.RestoreReport(restored=(), drift=drifts)
+            tier.note_restored(Restored.of(resumed, report).as_document())
         return resumed.path
 
-    def _fetch(self, selector: str) -> Resumed | None:
+    def _fetch(self, selector: str, check: Callable[[Manifest], None]) -> tuple[Resumed, LocalTier] | None:
         chosen = parse_selector(selector)
         # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
         self.parent = Parent()
         run, tier = self._open()
         if not chosen.is_explicit and (named := rewound_by_command(run)) is not None:
-            return named
+            check(named.manifest)
+            return named, tier
         try:
-            return resume(run, chosen, under=tier.resume_folder(), tier=tier)
+            return resume(run, chosen, under=tier.resume_folder(), tier=tier, check=check), tier
         except CheckpointNotFoundError as exc:
             if not getattr(exc, "empty", False):
                 raise
@@ -124,6 +172,10 @@ class Restoring:
                 raise
             logger.warning("%s: starting a new lineage", exc)
         return None
+
+
+def _refuse(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> None:
+    compare_or_refuse(manifest, now, refused)
 
 
 def load(

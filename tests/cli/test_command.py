@@ -147,7 +147,15 @@ def test_or_start_without_command(make_store: MakeStore, cli_here: Cli) -> None:
     assert (plain.returncode, plain.stdout) == (0, "")
     assert f"{store.url}/run" in plain.stderr
     document = cli_here("resume", f"{store.url}/run", "--or-start", "--json")
-    assert json.loads(document.stdout) == {"path": None, "id": None, "step": None, "source": None, "skipped": []}
+    assert json.loads(document.stdout) == {
+        "path": None,
+        "id": None,
+        "step": None,
+        "source": None,
+        "skipped": [],
+        "drift": [],
+        "conditions": {},
+    }
 
 
 def test_or_start_does_not_start_where_there_is_something_to_resume(

@@ -310,7 +310,7 @@ def test_for_programs(busy: Scene, said: Callable[..., tuple[int, Any]]) -> None
     assert document.keys() == {"run", "tiers"}
     (tier,) = document["tiers"]
     assert tier.keys() == {
-        *("local_dir", "durable", "pending", "pending_bytes", "dropped", "uploader", "lag", "entries"),
+        *("local_dir", "durable", "pending", "pending_bytes", "dropped", "uploader", "lag", "entries", "restored"),
     }
     uploader = tier["uploader"]
     assert uploader == {

@@ -30,7 +30,7 @@ OPTIONS = {
     "ls": ["--all", "--check", "--json"],
     "show": ["--json"],
     "verify": ["--quick", "--sample", "--json"],
-    "resume": ["--to", "--local-dir", "--or-start", "--strict", "--replace", "--json"],
+    "resume": ["--to", "--local-dir", "--or-start", "--strict", "--replace", "--refuse-drift", "--json"],
     "push": ["--step", "--metric", "--tag", "--new-attempt", "--json"],
     "pull": ["--to", "--only", "--replace", "--json"],
     "drain": ["--json"],

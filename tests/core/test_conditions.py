@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.conditions import Conditions, Drift, drift, matches
+from ckptmgr.core.conditions import Conditions, Drift, drift, drift_names, incomparable, matches, refuse
+from ckptmgr.core.errors import ConfigError, DriftError
 
 SAVED = Conditions(
     world_size=8,
@@ -62,3 +64,30 @@ def test_a_table_is_meant_by_its_name_or_by_one_entry() -> None:
     assert matches("versions.torch", frozenset({"versions"}))
     assert matches("versions.torch", frozenset({"versions.torch"}))
     assert not matches("versions.torch", frozenset({"versions.numpy", "world_size"}))
+
+
+def test_names_of_drifts_as_people_write_them() -> None:
+    assert drift_names("world_size, versions.torch") == {"world_size", "versions.torch"}
+    assert drift_names(["pieces", "git_commit batch_size", ""]) == {"pieces", "git_commit", "batch_size"}
+
+
+@pytest.mark.parametrize("name", ["worldsize", "torch", "versions.", "world_size.x", ".torch"])
+def test_a_name_that_no_drift_has_is_a_mistake(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no drift"):
+        drift_names([name])
+
+
+def test_only_what_is_to_be_refused_is_refused() -> None:
+    found = drift(SAVED, replace(SAVED, world_size=4, versions={"torch": "2.14.0"}))
+    refuse(found, frozenset({"batch_size", "versions.numpy"}), where="step 5")
+    with pytest.raises(
+        DriftError, match=r"^step 5 .*versions\.torch: 2\.13\.0 in the checkpoint, 2\.14\.0 now -"
+    ) as refused:
+        refuse(found, frozenset({"versions"}), where="step 5")
+    assert refused.value.drift == found[1:]
+
+
+def test_what_cannot_be_compared_is_known() -> None:
+    names = frozenset({"world_size", "versions.torch", "versions.numpy", "pieces"})
+    assert incomparable(SAVED, SAVED, names) == ()
+    assert incomparable(SAVED, Conditions(world_size=8, versions={"torch": "2"}), names) == ("pieces", "versions.numpy")

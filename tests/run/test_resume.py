@@ -113,6 +113,8 @@ def test_target_that_holds_it_already_is_not_transferred_again(
         "step": 100,
         "source": None,
         "skipped": [],
+        "drift": [],
+        "conditions": {},
     }
     assert {path: path.stat().st_mtime_ns for path in [target, *target.rglob("*")]} == before
     assert [entry.key for entry in store.server.log if "/checkpoints/" in entry.key and entry.method == "GET"] == []
