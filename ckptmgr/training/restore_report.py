@@ -20,7 +20,8 @@ class RestoreReport:
         changed: restored pieces that are objects of another class than when they were saved; each drift's `what` is `pieces.NAME`.
         drift: of everything else that training runs under, such as the world size or a library's version.
         values: the trees of restored pieces that are plain values, by name.
-        notes: what could not be restored on this machine, such as the random states of GPUs that are not here.
+        notes: what could not be restored on this machine, such as the random states of GPUs that are not here; and the settings of pieces that the
+            checkpoint has replaced, such as an optimizer's `weight_decay`.
     """
 
     restored: tuple[str, ...]

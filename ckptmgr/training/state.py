@@ -24,6 +24,7 @@ from ckptmgr.core.errors import (
     ConfigError,
     IncompatibleStateError,
 )
+from ckptmgr.training import fitting
 from ckptmgr.training.output import DigestingFile
 from ckptmgr.training.rank_rng import capture_ranks, restore_ranks
 from ckptmgr.training.restore_report import RestoreReport, is_stateful, piece_kinds
@@ -176,16 +177,17 @@ def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, 
             piece=missing[0],
         )
     values: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
     restored = [name for name in pieces if name in files]
+    scheduled = any(isinstance(piece, torch.optim.lr_scheduler.LRScheduler) for piece in pieces.values())
     for name in restored:
         tree = _read(files[name], name, pieces[name])
         if is_stateful(pieces[name]):
-            _load(name, pieces[name], tree)
+            notes += _load(name, pieces[name], tree, scheduled=scheduled)
         else:
             values[name] = tree
-    notes: tuple[str, ...] = ()
     if rng and RNG in files:
-        notes = restore_ranks(_read(files[RNG], RNG, None))
+        notes += restore_ranks(_read(files[RNG], RNG, None))
         restored.append(RNG)
     elif rng:
         missing = (*missing, RNG)
@@ -267,36 +269,14 @@ def _read(path: Path, name: str, piece: Any) -> Any:
         raise unreadable(path, name, error) from error
 
 
-def _load(name: str, piece: Any, tree: Any) -> None:
-    if isinstance(piece, torch.optim.Optimizer):
-        _check_optimizer(name, piece, tree)
+def _load(name: str, piece: Any, tree: Any, *, scheduled: bool) -> tuple[str, ...]:
+    """Load `tree` into `piece`; what of the piece's own settings that has replaced."""
+    fitting.check(name, piece, tree)
     try:
+        replaced = fitting.differences(name, piece, tree, scheduled=scheduled)
         piece.load_state_dict(tree)
     except CkptmgrError:
         raise
     except Exception as error:  # user code may raise anything; all of it means that this state does not fit this object
-        raise _misfit(name, one_line(error)) from error
-
-
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> None:
-    """Compare the shapes of momenta with the parameters: torch loads any, and fails steps later, or broadcasts."""
-    try:
-        saved = [key for group in tree["param_groups"] for key in group["params"]]
-        states = tree["state"]
-    except (TypeError, KeyError) as error:
-        raise _misfit(name, "it is not the state of an optimizer") from error
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, parameter in zip(saved, parameters, strict=False):
-        for what in ("exp_avg", "momentum_buffer"):
-            momentum = states.get(key, {}).get(what)
-            if isinstance(momentum, torch.Tensor) and momentum.shape != parameter.shape:
-                shapes = f"{tuple(momentum.shape)} in the checkpoint, the parameter is {tuple(parameter.shape)}"
-                raise _misfit(name, f"{what} of parameter {key} is {shapes}")
-
-
-def _misfit(name: str, why: str) -> IncompatibleStateError:
-    return IncompatibleStateError(
-        f"the saved state of {name!r} does not fit: {why}",
-        hint=f"build {name} as it was when the checkpoint was made, or leave this piece out",
-        piece=name,
-    )
+        raise fitting.misfit(name, one_line(error)) from error
+    return replaced

@@ -97,10 +97,10 @@ def test_all_of_a_state_dict_comes_back(tmp_path: Path) -> None:
     state: Any = Model().state_dict()
     saved(tmp_path, state)
     back = loaded(tmp_path)
-    assert type(back) is OrderedDict
+    versions = back._metadata
+    assert (type(back), type(versions)) == (OrderedDict, OrderedDict)
     assert raws(back) == raws(state)
-    assert type(back._metadata) is OrderedDict
-    assert (back._metadata, list(back._metadata)) == (state._metadata, list(state._metadata))
+    assert (versions, list(versions)) == (state._metadata, list(state._metadata))
     back["embed.weight"].fill_(3)
     assert bool((back["head.weight"] == 3).all())
     assert type(loaded_dict(tmp_path / "plain")) is dict
