@@ -33,7 +33,7 @@ def load_file(path: str | os.PathLike[str], *, piece: str = "", allow: Iterable[
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise IncompatibleStateError(
-            f"{name} holds Python objects, which are not loaded: {one_line(error)}",
+            f"{name} holds Python objects, which are not loaded: {_refusal(error)}",
             hint="only checkpoints made of tensors and plain values can be restored",
             piece=piece,
         ) from error
@@ -51,10 +51,17 @@ def unreadable(path: str | os.PathLike[str], piece: str, error: BaseException) -
     )
 
 
-def one_line(error: BaseException) -> str:
-    """What `error` says, of torch's many lines the beginning; its type if it says nothing."""
+def one_line(error: BaseException, *, limit: int = 400) -> str:
+    """What `error` says, of torch's many lines the beginning, up to `limit` characters; its type if it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]}…"
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _refusal(error: pickle.UnpicklingError) -> str:
+    """What torch met, without its page of advice before and after it, which is to load everything."""
+    text = one_line(error, limit=2000)
+    _, found, reason = text.partition("WeightsUnpickler error: ")
+    return reason.partition(" Please ")[0][:400] if found else text[:400]
 
 
 def _numpy_globals() -> list[Any]:
