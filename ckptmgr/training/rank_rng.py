@@ -96,7 +96,7 @@ def restore_ranks(states: Mapping[str, Any]) -> tuple[str, ...]:
     notes = restore_rng(_tree(saved[mine])) if mine < len(saved) else ()
     if now > len(saved):
         more = f"ranks {len(saved)} to {now - 1}" if now > len(saved) + 1 else f"rank {now - 1}"
-        notes += (f"the random states of {len(saved)} ranks were saved: {more} go on with what they have",)
+        notes += (f"the random states of {len(saved)} ranks were saved: {more} of {now} keep their own",)
     elif now < len(saved):
         notes += (f"the random states of {len(saved)} ranks were saved, and those of the first {now} restored",)
     return notes
