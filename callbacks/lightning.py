@@ -1,0 +1,370 @@
+"""Lightning's Trainer as a host: a callback that saves, and brings back what Lightning leaves out.
+
+    manager = CheckpointManager("s3://bucket/exp/run", save=EveryNSteps(500) | Best("val_loss"))
+    trainer = Trainer(…, callbacks=[LightningCallback(manager)])
+    trainer.fit(model, ckpt_path=manager.resume_path())
+
+Works with `lightning` and with `pytorch_lightning`; when both are installed, import yours before this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ckptmgr.callbacks import facts, lightning_loops
+from ckptmgr.callbacks.base import TrainerControl, TrainerState
+from ckptmgr.callbacks.lightning_data import TrainingData, evaluation_generators, set_evaluation_generators
+from ckptmgr.callbacks.lightning_io import LightningCheckpointIO, base_class, framework
+from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.callbacks.seams import SavingManager, StopSource
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.errors import ConflictError
+from ckptmgr.core.policies import SavePolicy
+from ckptmgr.training.arguments import continues_stopped
+from ckptmgr.training.dataset_facts import dataset_facts
+from ckptmgr.training.rank_rng import capture_ranks, gather_rng, restore_ranks
+from ckptmgr.training.rng import RngMark, capture_rng
+
+__all__ = ["LightningCallback", "LightningCheckpointIO"]
+
+_log = logging.getLogger(__name__)
+_Checkpoint: Any = base_class("callbacks", "Checkpoint")
+_VERSION = 1
+
+
+@dataclass(slots=True)
+class _Control:
+    """As Hugging Face's: without `should_interrupt`, so that notices of preemption are looked for at the edges that this host has."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+class LightningCallback(_Checkpoint):  # type: ignore[misc]
+    """Save what Lightning's Trainer has when a policy says so, and make a resumed run equal to an uninterrupted one.
+
+    A checkpoint is Lightning's own file, written by `trainer.save_checkpoint` into the local tier, so that `ckptmgr resume RUN` prints a `.ckpt` for
+    `trainer.fit(ckpt_path=…)`. In it, in this callback's state, is what Lightning does not save: the random states of all ranks, where in the data
+    training is, the metrics, and what is still to be done at the edge of the save. Lightning's own `ModelCheckpoint` is not added when this
+    callback is there; if you add one, its files carry the same state and can be resumed from as well.
+
+    A step that is followed by an evaluation, or ends an epoch, is saved after it, once, with all reasons. Nothing is saved between micro-batches.
+
+    *Preemption* (SIGTERM above all; see `Preemption`): training ends after the step or evaluation under way, saved and uploaded, by SystemExit. An
+    evaluation that is due is made first only if it fits into the time that is left; a resumed run begins with it. Lightning's own handler
+    of SIGTERM is set aside: it sends collectives from within the handler.
+
+    No failure of a save or an upload ends the training (I9); see `SaveModelCallback`, which does that part.
+
+    Args:
+        manager: usually a `CheckpointManager`. It is closed when training ends.
+        save: the policy; the manager's own if None.
+        save_at_end: also save when training ends at a step the policy did not choose, with the reason `train_end`.
+        close_timeout_s: how long the end of training waits for uploads; None: as the manager is configured.
+        preemption: what gives notice; None: the manager's, or `Preemption()` if it has none; False: nothing.
+        continue_stopped: go on with a training that a callback had ended early (`EarlyStopping`); without it, or CKPTMGR_CONTINUE_STOPPED=1, such a
+            one runs no further step.
+
+    Attributes:
+        proof: what the first batch after a resume showed: "equal", "different", "none: …"; "" before it.
+    """
+
+    def __init__(
+        self,
+        manager: SavingManager,
+        save: SavePolicy | None = None,
+        *,
+        save_at_end: bool = True,
+        close_timeout_s: float | None = None,
+        preemption: StopSource | bool | None = None,
+        continue_stopped: bool = False,
+    ) -> None:
+        super().__init__()
+        self.manager = manager
+        self._engine = SaveModelCallback(
+            cast(SavingManager, _TakesFiles(manager)),
+            save,
+            save_at_end=save_at_end,
+            close_timeout_s=close_timeout_s,
+            preemption=preemption,
+        )
+        self._continue_stopped = continue_stopped
+        self._data = TrainingData()
+        self._trainer: Any = None
+        self._restored: Mapping[str, Any] | None = None
+        self._control = _Control()
+        self._step = -1
+        self._evaluation_owed = False
+
+    @property
+    def failures(self) -> int:
+        """What failed in the training thread."""
+        return self._engine.failures
+
+    @property
+    def proof(self) -> str:
+        return self._data.proof
+
+    # --- Lightning's hooks ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._trainer = trainer
+        if stage == "fit" and not self._data.attach(trainer):
+            _log.error("this Lightning is not one that ckptmgr knows: where in the data training is will not be saved")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides what Lightning saves; tensors and plain values."""
+        trainer = self._trainer
+        if trainer is None:
+            return {}
+        place = lightning_loops.place_of(trainer.lightning_module)
+        # Before the random states: it may look at the next batch, and leaves no trace of that.
+        data = self._data.state_dict()
+        gather_rng()
+        return {
+            "version": _VERSION,
+            **self._engine.state_dict(),
+            "place": place,
+            "data": data,
+            "rng": capture_ranks(),
+            "evaluation_generators": evaluation_generators(trainer.val_dataloaders),
+            "metrics": lightning_loops.metrics_of(trainer),
+            "owed_steps": {} if self._evaluation_owed else lightning_loops.owed_steps(trainer, place),
+            "stopped": lightning_loops.stopped_by(trainer),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._restored = state_dict
+        self._engine.load_state_dict(state_dict)
+        self._data.load_state_dict(state_dict["data"], _own(state_dict["rng"]))
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._evaluation_owed:
+            lightning_loops.owe_evaluation(checkpoint)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Claim an attempt of the run, set what Lightning did not, and watch for a preemption.
+
+        Raises:
+            ConflictError: the run has checkpoints and this training does not resume from one of them.
+        """
+        self._refuse_to_forget(trainer)
+        describe = getattr(self.manager, "describe", None)
+        if callable(describe):
+            self._engine._guard("description of the training", lambda: describe(self._conditions(trainer)))
+        if self._engine.preemption is not None:
+            _set_aside_handler(trainer)
+        path = trainer.ckpt_path
+        state = self._state(trainer)
+        self._engine.on_train_begin(
+            None, state, self._for_engine(_Control()), resume_from=None if path is None else Path(path), model=pl_module
+        )
+        self._step = trainer.global_step
+        if self._restored is not None:
+            self._go_on(trainer, self._restored)
+            self._restored = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._control = _Control()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._data.batch_begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ask the policy if that was the last micro-batch of a step."""
+        state = self._state(trainer)
+        if trainer.global_step == self._step:
+            self._engine.on_substep_end(None, state, self._for_engine(self._control))
+            return
+        self._step = trainer.global_step
+        due = lightning_loops.evaluation_follows(trainer)
+        self._control = control = _Control(should_evaluate=due)
+        self._engine.on_step_end(None, state, self._for_engine(control), checkpoint=dict)
+        left_out = due and not control.should_evaluate
+        if not left_out and (due or lightning_loops.is_last_batch(trainer)):
+            self._heed(trainer)
+            return
+        self._evaluation_owed = left_out
+        try:
+            self._end_of_edge(trainer, state)
+        finally:
+            self._evaluation_owed = False
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._engine.on_prediction_step(None, self._state(trainer), self._for_engine(self._control))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            # It draws; what comes after it goes on from there.
+            self._data.moment = None
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ask the policy, with all metrics that were logged."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        state = self._state(trainer)
+        self._engine.on_evaluate(
+            None, state, self._for_engine(self._control), metrics=facts.numbers(trainer.callback_metrics)
+        )
+        if lightning_loops.is_last_batch(trainer):
+            self._heed(trainer)
+        else:
+            self._end_of_edge(trainer, state)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ask the policy if the epoch is complete, and save what the last step is to be saved for."""
+        state = self._state(trainer)
+        if lightning_loops.is_last_batch(trainer):
+            state.epoch = float(trainer.current_epoch + 1)
+            self._data.epoch_is_over()
+        self._end_of_edge(trainer, state, over=lightning_loops.last_epoch(trainer))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the manager.
+
+        Raises:
+            SystemExit: as `SaveModelCallback.on_train_end`.
+        """
+        self._engine.on_train_end(None, self._state(trainer), self._for_engine(self._control))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The manager closes at the end of the program: an exception must not wait for uploads."""
+        self._engine._guard("end of the watch for a preemption", self._engine._stopping.end)
+
+    # --- pieces -----------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, trainer: Any, saved: Mapping[str, Any]) -> None:
+        lightning_loops.set_metrics(trainer, saved["metrics"])
+        lightning_loops.step_owed(trainer, saved["owed_steps"])
+        set_evaluation_generators(trainer.val_dataloaders, saved["evaluation_generators"])
+        if saved["place"] == "epoch":
+            lightning_loops.go_on_with_next_epoch(trainer)
+        # What follows is Lightning's own, and right: the loader is where it was.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        stopped = saved["stopped"]
+        if stopped and not continues_stopped(self._continue_stopped):
+            trainer.should_stop = True
+            _log.warning(
+                "already stopped (%s): step %d was the last, and no further one is run - to go on, set continue_stopped in LightningCallback, "
+                "or CKPTMGR_CONTINUE_STOPPED=1",
+                stopped,
+                trainer.global_step,
+            )
+        if self._data.moment is not None:
+            for note in restore_ranks(saved["rng"]):
+                _log.warning("%s", note)
+
+    def _end_of_edge(self, trainer: Any, state: TrainerState, *, over: bool = False) -> None:
+        """Save if anything asks for it, and leave if there is a notice."""
+        control = self._control
+        ends = over or lightning_loops.training_ends(trainer)
+        if ends or control.should_training_stop or lightning_loops.is_last_batch(trainer):
+            asked, control.should_training_stop = control.should_training_stop, control.should_training_stop or ends
+            self._engine.on_epoch_end(None, state, self._for_engine(control))
+            control.should_training_stop = asked or self._engine._stopping.is_decided
+        if control.should_save:
+            control.should_save = False
+            self._save(trainer, state)
+        self._heed(trainer)
+        if self._engine._stopping.is_decided:
+            self.on_train_end(trainer, trainer.lightning_module)
+
+    def _heed(self, trainer: Any) -> None:
+        if self._control.should_training_stop and not self._engine._stopping.is_decided:
+            trainer.should_stop = True
+
+    def _save(self, trainer: Any, state: TrainerState) -> None:
+        step = trainer.global_step
+        folder = Path(self._engine.manager.local_dir, "lightning", f"{step}")  # type: ignore[attr-defined]
+
+        def write() -> None:
+            if trainer.is_global_zero:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            trainer.save_checkpoint(folder / f"step-{step}.ckpt", weights_only=False)
+
+        failures = self._engine.failures
+        self._engine._guard(f"save of step {step}", write)
+        if self._engine.failures == failures:
+            self._engine.on_save(None, state, self._for_engine(self._control), checkpoint=lambda: {"directory": folder})
+        if trainer.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _state(self, trainer: Any) -> TrainerState:
+        length = trainer.num_training_batches
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        part = done / length if isinstance(length, int) and length else 0.0
+        return TrainerState(
+            global_step=trainer.global_step,
+            epoch=trainer.current_epoch + min(part, 1.0) if part < 1.0 else trainer.current_epoch + 1 - 1e-6,
+            max_steps=max(trainer.max_steps, 0),
+            is_local_process_zero=trainer.local_rank == 0,
+            is_world_process_zero=trainer.is_global_zero,
+        )
+
+    def _for_engine(self, control: _Control) -> TrainerControl:
+        return cast(TrainerControl, control)
+
+    def _refuse_to_forget(self, trainer: Any) -> None:
+        if trainer.ckpt_path is None and getattr(self.manager, "is_restored", False):
+            raise ConflictError(
+                "a checkpoint was asked for, but training begins without it",
+                hint="hand its path over: trainer.fit(model, ckpt_path=manager.resume_path())",
+            )
+
+    def _conditions(self, trainer: Any) -> Conditions:
+        known = Conditions(world_size=trainer.world_size, accumulation=trainer.accumulate_grad_batches)
+        if len(self._data.loaders) != 1:
+            return known
+        data = dataset_facts(self._data.loaders[0])
+        return replace(
+            known,
+            batch_size=data.batch_size,
+            dataset_length=data.dataset_length,
+            dataset_fingerprint=data.dataset_fingerprint,
+        )
+
+
+class _TakesFiles:
+    """The manager, as one that is handed the directory of a file where it would be handed a state."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def save(self, step: int, state: Mapping[str, Any], **how: Any) -> str | None:
+        taken: str | None = self._manager.take(step, state["directory"], framework=framework(), **how)
+        return taken
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Nothing is staged in memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def _own(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the random states of all ranks, those of this one."""
+    now = RngMark()
+    restore_ranks(states)
+    own = capture_rng()
+    now.go_back()
+    return own
+
+
+def _set_aside_handler(trainer: Any) -> None:
+    """Put what handled SIGTERM before Lightning did in place of Lightning's handler, so that ours hands on to that."""
+    before = getattr(getattr(trainer, "_signal_connector", None), "_original_handlers", {}).get(signal.SIGTERM)
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
