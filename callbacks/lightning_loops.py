@@ -55,7 +55,13 @@ def stopped_by(trainer: Any) -> str | None:
     """The callback that has ended this training early; None if none has."""
     if not trainer.should_stop:
         return None
-    names = [type(each).__name__ for each in trainer.callbacks if getattr(each, "stopped_epoch", 0)]
+    # `stopped_epoch` alone does not tell: it is 0 for the first epoch, too.
+    names = [
+        type(each).__name__
+        for each in trainer.callbacks
+        if getattr(each, "stopped_epoch", 0)
+        or getattr(each, "wait_count", 0) >= getattr(each, "patience", float("inf"))
+    ]
     return names[0] if names else "trainer.should_stop"
 
 

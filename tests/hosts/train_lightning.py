@@ -153,6 +153,8 @@ class Interrupt(L.Callback):  # type: ignore[misc, unused-ignore]
             return
         self.sent = True
         deadline = time.monotonic() + 60
+        if self.number == signal.SIGKILL and self.manager:
+            self.manager.wait_saved(60)
         while self.number == signal.SIGKILL and self.manager and self.manager.status().uploads.pending:
             if time.monotonic() > deadline:
                 raise TimeoutError("uploads do not end")
