@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptmgr.run.artifact_push import push_artifact
     from ckptmgr.run.artifacts import Artifact, artifacts, pull_artifact, show_artifact
     from ckptmgr.trainer import Trainer, TrainingArguments
+    from ckptmgr.training.loader import ResumableLoader
     from ckptmgr.training.manager import CheckpointManager
     from ckptmgr.training.preemption import Preemption
     from ckptmgr.transfer.alarm import FailureBudget
@@ -55,6 +56,7 @@ _HOMES = {
     "ckptmgr.run.artifact_push": ("push_artifact",),
     "ckptmgr.run.artifacts": ("Artifact", "artifacts", "pull_artifact", "show_artifact"),
     "ckptmgr.trainer": ("Trainer", "TrainingArguments"),
+    "ckptmgr.training.loader": ("ResumableLoader",),
     "ckptmgr.training.manager": ("CheckpointManager",),
     "ckptmgr.training.preemption": ("Preemption",),
     "ckptmgr.transfer.alarm": ("FailureBudget",),
@@ -83,6 +85,7 @@ __all__ = [
     "Origin",
     "Preemption",
     "QueueRules",
+    "ResumableLoader",
     "StepEnded",
     "Trainer",
     "TrainingArguments",

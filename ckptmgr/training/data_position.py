@@ -268,7 +268,7 @@ class DataPosition:
             self._set_generators(saved["generators"])
             self._iterator = iter(())
             restore_rng(rng)
-            self.proof = "none: the epoch has no further batch"
+            self.proof = f"none: {fast_forward.NO_MORE}"
             return
         way = way_back(self._loader, saved, self._skip) if rng is not None or self._skip == "indices" else "replay"
         try:
@@ -370,7 +370,7 @@ class DataPosition:
             if self._iterator is None or self._open:
                 return lookahead.unknown("the loader was closed")
             if self.exhausted:
-                return lookahead.unknown("the epoch has no further batch")
+                return lookahead.unknown(fast_forward.NO_MORE)
             if lookahead.is_own_iterator(loader, self._iterator):
                 # What is taken from it and never asked for would be lost.
                 return lookahead.unknown("the loader is its own iterator")

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 Skip: TypeAlias = Literal["auto", "indices", "replay"]
 # How to come back: by the loader's own state, by the dataset's, by taking indices from the sampler and no samples, or by loading everything again.
 Way: TypeAlias = Literal["loader", "dataset", "indices", "replay"]
+# What a save says of the next batch when the loader had no further one.
+NO_MORE = "the epoch has no further batch"
 # Drawing an iterator of them once more changes nothing but the states of generators.
 _PLAIN_SAMPLERS = (
     SequentialSampler,
@@ -137,11 +139,19 @@ def way_back(loader: Any, saved: Mapping[str, Any] | None, skip: Skip) -> Way:
 
 def nothing_left(loader: Any, saved: Mapping[str, Any], batches: int) -> bool:
     """Whether the epoch has no further batch, and what it led to is known without it: in the samples' own process, or in workers that are gone."""
-    if not is_map_style(loader) or saved.get("generators") is None or saved["length"] is None:
+    if not isinstance(loader, DataLoader) or saved.get("generators") is None:
+        return False
+    if (saved.get("next") or {}).get("why") != NO_MORE and not (saved["length"] == batches == _length(loader)):
         return False
     gone = loader.num_workers > 0 and not loader.persistent_workers
-    known = gone or (in_this_process(loader) and hidden_in(loader, generators(loader)) is None)
-    return bool(known and batches == saved["length"] == len(loader))
+    return gone or (in_this_process(loader) and hidden_in(loader, generators(loader)) is None)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def check_samplers(loader: Any, at_edge: Sequence[torch.Tensor]) -> None:

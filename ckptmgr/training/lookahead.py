@@ -70,7 +70,7 @@ class Ahead:
     def digest(self) -> tuple[str | None, str]:
         """Of the batch: the digest, or None and why there is none."""
         if isinstance(self._error, StopIteration):
-            return None, "the epoch has no further batch"
+            return None, fast_forward.NO_MORE
         if self._error is not None:
             _log.warning(
                 "the next batch cannot be loaded, the checkpoint is saved without a digest of it: %r", self._error
