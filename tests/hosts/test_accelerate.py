@@ -1,0 +1,67 @@
+"""Accelerate's `save_state`, killed and resumed: as the uninterrupted run, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmgr.run.directory import RunDirectory
+from ckptmgr.testing.stores import Store
+
+SCRIPT = Path(__file__).with_name("train_accelerate.py")
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_transformers() -> None:
+    """In place of that for the tests of the other hosts."""
+    if find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed; CI runs these tests in an environment of their own")
+
+
+def train(journal: Path, *options: object) -> tuple[int, dict[int, Any], str]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--journal", str(journal), *map(str, options)],
+        cwd=journal.parent,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    return done.returncode, {line.pop("step"): line for line in lines}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("naming", [False, True], ids=["our directories", "automatic naming"])
+def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, naming: bool) -> None:
+    """In the middle of an epoch; the resumed run saves again, also where Accelerate counts its directories."""
+    url = f"{make_store('local').url}/run"
+    both = (
+        "--out",
+        tmp_path / "out",
+        "--url",
+        url,
+        "--local-dir",
+        tmp_path / "disk",
+        *(["--naming"] if naming else []),
+    )
+    code, whole, log = train(tmp_path / "whole", "--out", tmp_path / "other")
+    assert code == 0, log
+    code, first, log = train(tmp_path / "first", *both, "--kill-at", 8)
+    assert code == -9, log
+    assert first == {step: whole[step] for step in range(1, 8)}
+    code, second, log = train(tmp_path / "second", *both)
+    assert code == 0, log
+    assert second == {step: whole[step] for step in range(7, 15)}
+    manifests = RunDirectory.open(url).history().manifests
+    assert sorted(stem.step for stem in manifests) == [3, 6, 9, 12]
+    assert {file.path for file in manifests[max(manifests)].files} >= {"optimizer.bin", "model.safetensors"}
