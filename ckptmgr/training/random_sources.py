@@ -66,7 +66,10 @@ def set_epoch(among: Iterable[Any], epoch: int) -> None:
 
 def hidden_in(loader: Any, known: Iterable[torch.Generator]) -> str | None:
     """The state between samples that the dataset of `loader`, or what collates its samples, keeps and no checkpoint knows, as `hidden_source` says."""
-    return hidden_source([getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)], known)
+    try:
+        return hidden_source([getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)], known)
+    except Exception as error:  # noqa: BLE001 - other people's attributes; what cannot be looked at may hide something
+        return f"the dataset cannot be looked through: {error!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,7 @@ def hidden_source(roots: Iterable[Any], known: Iterable[torch.Generator]) -> str
 
 
 def _leads_nowhere(value: Any) -> bool:
-    home = type(value).__module__.partition(".")[0]
+    home = _home(type(value).__module__)
     return home not in _HOLDING and home in sys.stdlib_module_names
 
 
@@ -216,5 +219,10 @@ def _within_class(kind: type) -> Iterator[tuple[Any, str]]:
             yield plain, f"{base.__name__}.{name}"
 
 
-def _is_library(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in _LIBRARIES
+def _is_library(module: Any) -> bool:
+    return _home(module) in _LIBRARIES | {""}
+
+
+def _home(module: Any) -> str:
+    # Some types of C extensions have something else there.
+    return module.partition(".")[0] if isinstance(module, str) else ""
