@@ -288,7 +288,7 @@ def _combined_loader(package: str) -> Any:
             if not self._in_use:
                 # By now Lightning's own samplers are in them.
                 self._in_use = True
-                self.flattened = self._data.in_use(self.flattened)
+                base.flattened.fset(self, self._data.in_use(self.flattened))
             return super().__iter__()
 
         def _state_dicts(self) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ class Module(L.LightningModule):  # type: ignore[misc, unused-ignore]
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.rows += batch[1].tolist()
-        loss = (self.net(batch[0]).squeeze(-1) - batch[1] / 32).square().mean()
+        loss: torch.Tensor = (self.net(batch[0]).squeeze(-1) - batch[1] / 32).square().mean()
         self.log("loss", loss)
         return loss
 
