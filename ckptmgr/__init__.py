@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptmgr.training.loader import ResumableLoader
     from ckptmgr.training.manager import CheckpointManager
     from ckptmgr.training.preemption import Preemption
+    from ckptmgr.training.rank_rng import gather_rng
     from ckptmgr.transfer.alarm import FailureBudget
     from ckptmgr.transfer.queue import QueueRules
 
@@ -59,6 +60,7 @@ _HOMES = {
     "ckptmgr.training.loader": ("ResumableLoader",),
     "ckptmgr.training.manager": ("CheckpointManager",),
     "ckptmgr.training.preemption": ("Preemption",),
+    "ckptmgr.training.rank_rng": ("gather_rng",),
     "ckptmgr.transfer.alarm": ("FailureBudget",),
     "ckptmgr.transfer.queue": ("QueueRules",),
 }
@@ -92,6 +94,7 @@ __all__ = [
     "Worst",
     "__version__",
     "artifacts",
+    "gather_rng",
     "pull_artifact",
     "push_artifact",
     "show_artifact",

@@ -47,7 +47,9 @@ def assert_100_is_all_there_is(url: str, tier: Path, ask: Ask) -> None:
     assert ask("verify", tier) == {"checked": 1, "damaged": []}
     (row,) = ask("ls", url)["checkpoints"]
     resumed = ask("resume", url, "--local-dir", tier)
-    assert (resumed["id"], resumed["step"], resumed["skipped"]) == (row["id"], 100, [])
+    assert (resumed["id"], resumed["step"]) == (row["id"], 100)
+    # Half of a save that was killed may lie in the tier: it is named, and never one that was committed.
+    assert all("never committed" in skipped["why"] for skipped in resumed["skipped"])
     weights = load_file(Path(resumed["path"]) / "model.safetensors")["w"]
     assert weights.shape == (60 * MIB // 4,)
     assert bool((weights == 100.0).all())
