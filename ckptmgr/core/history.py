@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
-from ckptmgr.core.layout import Stem
+from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.lineage import chain
 from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.records import AttemptRecord
@@ -27,6 +27,8 @@ class History:
         closed: closing records of pruned and aborted ones.
         attempts: every claimed attempt.
         tags: where each tag points.
+        unreadable: claims of attempts and tags that are there but cannot be read, by key. Such a claim counts as an automatic continuation; whatever
+            deletes must not go by that.
     """
 
     run_uuid: str
@@ -36,6 +38,7 @@ class History:
     closed: Mapping[Stem, ClosingRecord] = field(default_factory=dict)
     attempts: Mapping[int, AttemptRecord] = field(default_factory=dict)
     tags: Mapping[str, Stem] = field(default_factory=dict)
+    unreadable: Mapping[str, ManifestError] = field(default_factory=dict)
     _chain: list[Stem] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -73,8 +76,10 @@ class History:
 
         Raises:
             CheckpointNotFoundError: none does.
-            ManifestError: the one it means cannot be read.
+            ManifestError: the one it means cannot be read, or the tag.
         """
+        if selector.kind == "tag" and (spoiled := self.unreadable.get(tag_key(selector.tag))) is not None:
+            raise spoiled
         meant = self.meant(selector)
         if meant is not None and meant in self.broken:
             raise self.broken[meant]

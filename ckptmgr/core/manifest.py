@@ -38,6 +38,7 @@ __all__ = [
     "encode_closing",
     "encode_manifest",
     "encode_metric",
+    "own_digest",
     "role_of",
 ]
 
@@ -227,7 +228,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conditions:
         document["conditions"] = dict(manifest.conditions)
-    document["digest"] = _own_digest(document)
+    document["digest"] = own_digest(document)
     return canonical_json(document)
 
 
@@ -246,7 +247,8 @@ def _encode_file(entry: FileEntry) -> dict[str, Any]:
     return document
 
 
-def _own_digest(document: Mapping[str, Any]) -> str:
+def own_digest(document: Mapping[str, Any]) -> str:
+    """What a record carries as its `digest`: that of all its other fields."""
     return "blake3:" + blake3_hex(canonical_json({key: value for key, value in document.items() if key != "digest"}))
 
 
@@ -284,7 +286,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest | ClosingRecord:
             )
         return ClosingRecord(stem=_stem_of(document, where), closed=closed, closed_at=document.get("closed_at"))
     try:
-        is_intact = document.get("digest") == _own_digest(document)
+        is_intact = document.get("digest") == own_digest(document)
     except RecursionError:  # nested deeper than we can write, so it was not we who wrote it
         is_intact = False
     if not is_intact:

@@ -1,15 +1,21 @@
-"""The other small records of a run: run.json, an attempt's claim, a tag."""
+"""The other small records of a run: run.json, an attempt's claim, a tag.
+
+Like a manifest each carries the digest of itself: one flipped bit in an attempt's parent or in a tag means another checkpoint. Earlier versions wrote them
+without; so may whoever edits one by hand.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from ckptmgr.core.errors import ManifestError
 from ckptmgr.core.layout import Stem, parse_stem
-from ckptmgr.core.manifest import FORMAT, VERSION, How, canonical_json, convert_record, decode_record
+from ckptmgr.core.manifest import FORMAT, VERSION, How, canonical_json, convert_record, decode_record, own_digest
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,24 @@ class _TagDoc(msgspec.Struct, kw_only=True):
 
 
 def _encode(**fields: object) -> bytes:
-    return canonical_json({"format": FORMAT, "version": VERSION, **fields})
+    document = {"format": FORMAT, "version": VERSION, **fields}
+    return canonical_json({**document, "digest": own_digest(document)})
+
+
+def _decode(data: bytes, kind: type[_T], where: str) -> _T:
+    document = decode_record(data, where=where)
+    try:
+        is_intact = "digest" not in document or document["digest"] == own_digest(document)
+    except RecursionError:  # nested deeper than we can write, so it was not we who wrote it
+        is_intact = False
+    if not is_intact:
+        raise ManifestError(
+            f"{where} does not match its own digest: it was damaged or edited",
+            hint="bring it back from a copy; one that is edited by hand must have no digest",
+            key=where,
+        )
+    found: _T = convert_record(document, kind, where)
+    return found
 
 
 def encode_run(record: RunRecord) -> bytes:
@@ -94,7 +117,7 @@ def encode_run(record: RunRecord) -> bytes:
 
 def decode_run(data: bytes, *, where: str) -> RunRecord:
     """Raises ManifestError when `data` is not a run.json."""
-    doc = convert_record(decode_record(data, where=where), _RunDoc, where)
+    doc = _decode(data, _RunDoc, where)
     return RunRecord(uuid=doc.uuid, kind=doc.kind, create_only=doc.create_only, created_at=doc.created_at)
 
 
@@ -112,7 +135,7 @@ def encode_attempt(record: AttemptRecord) -> bytes:
 
 def decode_attempt(data: bytes, *, where: str) -> AttemptRecord:
     """Raises ManifestError when `data` is not an attempt's record."""
-    doc = convert_record(decode_record(data, where=where), _AttemptDoc, where)
+    doc = _decode(data, _AttemptDoc, where)
     parent = None if doc.parent is None else parse_stem(doc.parent)
     if doc.parent is not None and parent is None:
         raise ManifestError(f"{where} has the parent {doc.parent!r}, which is not a checkpoint id", key=where)
@@ -133,7 +156,7 @@ def encode_tag(record: TagRecord) -> bytes:
 
 def decode_tag(data: bytes, *, where: str) -> TagRecord:
     """Raises ManifestError when `data` is not a tag."""
-    doc = convert_record(decode_record(data, where=where), _TagDoc, where)
+    doc = _decode(data, _TagDoc, where)
     stem = parse_stem(doc.id)
     if stem is None:
         raise ManifestError(f"{where} points to {doc.id!r}, which is not a checkpoint id", key=where)

@@ -43,14 +43,16 @@ def read_history(run: RunDirectory, *, cached: bool) -> History:
     finally:
         if cache is not None:
             cache.save()  # what was read before a failure, or before somebody lost patience, too
+    unreadable: dict[str, ManifestError] = {}
     return History(
         run_uuid=run.uuid,
         where=run.url,
         manifests={stem: found for stem, found in outcomes.items() if isinstance(found, Manifest)},
         broken={stem: found for stem, found in outcomes.items() if isinstance(found, ManifestError)},
         closed={stem: found for stem, found in outcomes.items() if isinstance(found, ClosingRecord)},
-        attempts=attempts_of(run, {key: data[key] for key in attempts}),
-        tags=tags_of(run, {key: data[key] for key in tags}),
+        attempts=attempts_of(run, {key: data[key] for key in attempts}, unreadable),
+        tags=tags_of(run, {key: data[key] for key in tags}, unreadable),
+        unreadable=unreadable,
     )
 
 
@@ -126,8 +128,14 @@ def judged(run: RunDirectory, stem: Stem, data: bytes) -> Manifest | ClosingReco
     return record
 
 
-def attempts_of(run: RunDirectory, data: Mapping[str, bytes | None]) -> dict[int, AttemptRecord]:
-    """As `RunDirectory.attempts`, out of what lies at their keys."""
+def attempts_of(
+    run: RunDirectory, data: Mapping[str, bytes | None], unreadable: dict[str, ManifestError] | None = None
+) -> dict[int, AttemptRecord]:
+    """As `RunDirectory.attempts`, out of what lies at their keys.
+
+    Args:
+        unreadable: is given what cannot be read.
+    """
     found: dict[int, AttemptRecord] = {}
     for key, text in data.items():
         number = layout.attempt_number(key)
@@ -135,20 +143,42 @@ def attempts_of(run: RunDirectory, data: Mapping[str, bytes | None]) -> dict[int
             continue
         try:
             record = decode_attempt(text, where=f"{run.url}/{key}")
+            if record.number != number:
+                raise ManifestError(f"{run.url}/{key} is the claim of attempt {record.number}", key=key)
         except ManifestVersionError:
             raise
         except ManifestError as exc:
             logger.warning("%s; taken as an automatic continuation", exc)
             record = AttemptRecord(number=number, how="auto")
+            if unreadable is not None:
+                unreadable[key] = exc
         found[number] = record
     return found
 
 
-def tags_of(run: RunDirectory, data: Mapping[str, bytes | None]) -> dict[str, Stem]:
-    """As `RunDirectory.tags`, out of what lies at their keys."""
+def tags_of(
+    run: RunDirectory, data: Mapping[str, bytes | None], unreadable: dict[str, ManifestError] | None = None
+) -> dict[str, Stem]:
+    """As `RunDirectory.tags`, out of what lies at their keys.
+
+    Args:
+        unreadable: is given what cannot be read; without it that is an error.
+    """
     found: dict[str, Stem] = {}
     for key, text in data.items():
-        if text is not None:
+        if text is None:
+            continue
+        try:
             record = decode_tag(text, where=f"{run.url}/{key}")
+            if layout.TAGS + f"/{record.tag}.json" != key:
+                raise ManifestError(f"{run.url}/{key} is the tag {record.tag!r}", key=key)
+        except ManifestVersionError:
+            raise
+        except ManifestError as exc:
+            if unreadable is None:
+                raise
+            logger.warning("%s; the tag is passed over", exc)
+            unreadable[key] = exc
+        else:
             found[record.tag] = record.stem
     return found

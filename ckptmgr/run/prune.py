@@ -43,7 +43,12 @@ class Pruned:
 def plan_prune(
     history: History, rule: RetentionRule, *, all_lineages: bool = False, now: datetime | None = None
 ) -> RetentionPlan:
-    """Decide what stays and what goes, and why; changes nothing."""
+    """Decide what stays and what goes, and why; changes nothing.
+
+    Raises:
+        ManifestError: the claim of an attempt, or a tag, cannot be read: what must stay is not certain then (I8).
+    """
+    _refuse_uncertain(history)
     return plan(
         rule,
         history.readable_chain(),
@@ -90,6 +95,7 @@ def prune(
     Raises:
         ConfigError: it is a local tier; nothing was deleted.
         IntegrityError: the newest one is damaged; nothing was deleted.
+        ManifestError: the claim of an attempt or a tag cannot be read, and so not said what must stay; nothing was deleted.
         ConflictError: a higher attempt was claimed; nothing was deleted.
         BackendError: the store could not be asked; removals done so far are done.
     """
@@ -124,6 +130,15 @@ def prune(
             run.remove_empty_folders(stem)
             deleted.append(verdict)
     return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
+
+
+def _refuse_uncertain(history: History) -> None:
+    for key, error in history.unreadable.items():
+        raise ManifestError(
+            f"{error.message}, so that it is not certain what must stay",
+            hint="nothing was deleted; bring the file back from a copy, or remove it if it stands for nothing",
+            key=key,
+        ) from error
 
 
 def _refuse_if_newest_is_damaged(run: RunDirectory, history: History) -> None:
