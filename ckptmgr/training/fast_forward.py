@@ -53,12 +53,17 @@ def has_state(value: Any) -> bool:
 
 def is_map_style(loader: Any) -> bool:
     """Whether `loader` is a DataLoader that asks its dataset for samples by index."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return _is_torchs(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def in_this_process(loader: Any) -> bool:
     """Whether `loader` is a DataLoader without workers."""
-    return isinstance(loader, DataLoader) and loader.num_workers == 0
+    return _is_torchs(loader) and bool(loader.num_workers == 0)
+
+
+def _is_torchs(loader: Any) -> bool:
+    """Whether its iterators are torch's own. Accelerate's loaders derive from DataLoader and have others, which fetch a batch ahead."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def samplers_are_plain(loader: Any) -> bool:

@@ -178,6 +178,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(Rows(), 4, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Plain(), 4, shuffle=True, num_workers=2, persistent_workers=True),
     "workers, iterable": lambda: DataLoader(Stream(), 4, num_workers=1),
+    "a batch ahead": lambda: Ahead(Plain(), 4, shuffle=True),
 }
 WAYS = {
     "shuffled": "indices",
@@ -195,6 +196,7 @@ WAYS = {
     "foreign": "loader",
     "workers": "replay",
     "persistent": "replay",
+    "a batch ahead": "replay",
 }
 
 
@@ -203,6 +205,18 @@ class Plain(Rows):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index)])
+
+
+class Ahead(DataLoader[torch.Tensor]):
+    """Has iterators of its own, which know the last batch by having fetched the next one: as Accelerate's loaders do."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        ready = next(batches)
+        for batch in batches:
+            yield ready
+            ready = batch
+        yield ready
 
 
 @dataclass
