@@ -183,7 +183,7 @@ class StoreDriver:
                 how = exc.__dict__.get("how", "other")
                 problem = f"has {how} bytes than {entry.size}" if actual is None else size_problem(actual, entry)
             except ChecksumMismatchError as exc:
-                problem = blake3_problem(exc.__dict__["actual"], entry)
+                problem = blake3_problem(exc.__dict__.get("actual", "another"), entry)
             if problem is None:
                 return None
             target.unlink(missing_ok=True)

@@ -163,19 +163,28 @@ class Target:
 
     def publish(self, sidecar: Sidecar) -> None:
         """Give the partial directory, which is complete, its final name. Synced first: a name that survives a power cut must have its bytes."""
+        _sweep(
+            self.partial, {entry.path for entry in sidecar.manifest.files}
+        )  # what came in meanwhile was not verified
         for entry in sidecar.manifest.files:
             fsync_file(self.partial / entry.path)
         for folder in {self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())}:
             fsync_dir(folder)
-        # The sidecar comes first: without it the directory would have no known origin after a kill between the two.
-        write_sidecar(self.directory, sidecar)
         old: Path | None = None
         if not self.directory.is_symlink() and self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
         elif os.path.lexists(self.directory):
             old = self.directory.with_name(f"{self.directory.name}.replaced-{os.getpid()}")
             os.rename(self.directory, old)
-        os.rename(self.partial, self.directory)
+        try:
+            # Before the final name: without it the directory would have no known origin after a kill between the two. After the old one has lost that
+            # name: or this sidecar would call the old files the new checkpoint.
+            write_sidecar(self.directory, sidecar)
+            os.rename(self.partial, self.directory)
+        except BaseException:
+            if old is not None and not os.path.lexists(self.directory):
+                os.rename(old, self.directory)
+            raise
         fsync_dir(self.directory.parent)
         if old is not None:
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()

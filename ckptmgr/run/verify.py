@@ -161,7 +161,10 @@ def verify_directory(directory: Path) -> tuple[Manifest, list[Damage]]:
     wanted = {entry.path for entry in manifest.files}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if not path.is_dir() and name not in wanted:
+        if path.is_symlink() and name in wanted:
+            # Right today: by the time a trainer reads it, it may lead to something else.
+            found.append(Damage(stem=manifest.stem, file=name, why="is a link"))
+        elif (path.is_symlink() or not path.is_dir()) and name not in wanted:
             found.append(Damage(stem=manifest.stem, file=name, why="is not part of the checkpoint"))
     return manifest, found
 

@@ -58,7 +58,9 @@ def change(
     elif kind == "stale":
         spoiled = older.get(path, next(iter(older.values())))
     elif right:
-        spoiled = {"flip": flipped(right, chance), "truncate": right[: chance.randrange(len(right))], "empty": b""}[kind]
+        spoiled = {"flip": flipped(right, chance), "truncate": right[: chance.randrange(len(right))], "empty": b""}[
+            kind
+        ]
     return None if spoiled == right else Change(stored={path: spoiled}, wrong=frozenset({path}))
 
 

@@ -260,9 +260,11 @@ class FaultyBackend(WrappedBackend):
             if expected is not None and len(data) != expected.size:
                 os.unlink(lpath)
                 raise SizeMismatchError(f"injected: {rpath} arrived short", expected=expected.size, actual=len(data))
-            if expected is not None and digest_bytes(data).blake3 != expected.blake3:
+            if expected is not None and (actual := digest_bytes(data).blake3) != expected.blake3:
                 os.unlink(lpath)
-                raise ChecksumMismatchError(f"injected: {rpath} arrived damaged", key=rpath)
+                raise ChecksumMismatchError(
+                    f"injected: {rpath} arrived damaged", key=rpath, expected=expected.blake3, actual=actual
+                )
             return False
 
         return self._struck("get_file", rpath, 0, call)
