@@ -130,6 +130,7 @@ class _Crew:
             while thread.is_alive():
                 thread.join(_TICK_S)
                 self._moved.tell()
+        self._moved.tell()  # of those that had ended before they were looked at
 
     def end(self, *, patiently: bool) -> None:
         self.error = self.error or EndedError("interrupted")
