@@ -99,6 +99,7 @@ def merged(remote: History, local: History | None) -> History:
         closed=remote.closed,
         attempts={**local.attempts, **remote.attempts},
         tags={**local.tags, **remote.tags},
+        unreadable=remote.unreadable,
     )
 
 

@@ -20,6 +20,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.prune import prune
 from ckptmgr.run.resume import resume
 from ckptmgr.run.start import claim_attempt
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import Depth, verify_run
 from ckptmgr.testing.damages import Change, PushedTree, files_in, flipped
 
@@ -199,3 +200,13 @@ def test_records_of_earlier_versions(rewound: PushedTree) -> None:
     assert run.record == rewound.run.record
     history = run.history()
     assert (history.attempts, history.tags, history.unreadable) == (before.attempts, before.tags, {})
+
+
+def test_a_damaged_tag_beside_a_local_tier(rewound: PushedTree, tmp_path: Path) -> None:
+    """The tag is named as what cannot be read, not as one that nobody has set."""
+    shutil.copytree(rewound.run.root, tmp_path / "tier")
+    tier = LocalTier(RunDirectory.open(f"file://{tmp_path / 'tier'}"))
+    (tmp_path / "tier" / tag_key("good")).unlink()
+    Path(rewound.run.root, tag_key("good")).write_bytes(b"{}")
+    with pytest.raises(ManifestError, match=re.escape(tag_key("good"))):
+        resume(rewound.run, parse_selector("tag:good"), to=tmp_path / "target", tier=tier)
