@@ -18,14 +18,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.callbacks.seams import TakingManager
 from ckptmgr.core.errors import CheckpointError, ConflictError
-from ckptmgr.core.policies import Memory
 from ckptmgr.run.intake import is_linkable, unshare
 from ckptmgr.run.launch import RESUME_ENV
 from ckptmgr.training.ranks import world_size
@@ -203,24 +202,69 @@ def begin(
         raise _explained(refusal, host, step, [place for place in places if place is not None]) from refusal
 
 
-def memory_in(state: Any) -> Memory | None:
-    """What the save policy remembered, from a resumed `state`; None if it has nothing of the kind."""
+def entry_in(state: Any) -> Mapping[str, Any]:
+    """What `keep_entry` kept, from a resumed `state`; empty if it has nothing of the kind."""
     try:
-        memory = state.stateful_callbacks[_STATE_KEY]["attributes"]["memory"]
+        entry = state.stateful_callbacks[_STATE_KEY]["attributes"]
     except (AttributeError, KeyError, TypeError):
-        return None
-    return memory if isinstance(memory, Mapping) else None
+        return {}
+    return entry if isinstance(entry, Mapping) else {}
 
 
-def keep_memory(state: Any, memory: Memory) -> None:
-    """Have the next save write what the save policy remembers.
-
-    Raises:
-        TypeError, ValueError: it is not JSON, which would end the training in the Trainer's save.
-    """
+def keep_entry(state: Any, entry: Mapping[str, Any]) -> None:
+    """Have the Trainer's next save write `entry`, JSON values all through."""
     if isinstance(getattr(state, "stateful_callbacks", None), dict):
-        document = json.loads(json.dumps({"memory": dict(memory)}))
-        state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": document}
+        state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": dict(entry)}
+
+
+def stopped_by(state: Any) -> str | None:
+    """Who ended the training that a resumed `state` is of, early and for good: the name of a callback, or "a callback" where nobody says; None if
+    it was not ended, or by its `max_steps`, or by what the next start gets over."""
+    callbacks: Any = getattr(state, "stateful_callbacks", None)
+    ending = entry_in(state).get("ending")
+    try:
+        if not callbacks["TrainerControl"]["args"]["should_training_stop"] or not isinstance(ending, Mapping):
+            return None
+        if ending["step"] != state.global_step or ending["interrupted"] or ending["step"] >= ending["max_steps"]:
+            return None
+    except (KeyError, TypeError):
+        return None
+    return next((name for name, saved in callbacks.items() if _out_of_patience(saved)), "a callback")
+
+
+def parts_of(paths: Sequence[str], args: Any) -> dict[str, bool]:
+    """What the Trainer looks for in a checkpoint, and whether it is among the files: what is not there starts anew, and the Trainer says nothing."""
+    top = {path.partition("/")[0] for path in paths}
+
+    def any_of(pattern: str) -> bool:
+        return any(re.fullmatch(pattern, name) for name in top)
+
+    # DeepSpeed, FSDP and model parallelism have directories and names of their own for all of it.
+    whole = any_of(r"global_step\d+|pytorch_model_fsdp.*|optimizer_\d+|user_content\.pt")
+    ranks = world_size()
+    random_states = {"rng_state.pth"} if ranks == 1 else {f"rng_state_{rank}.pth" for rank in range(ranks)}
+    found = {
+        "model": whole or any_of(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin)|model_state.*"),
+        "optimizer": whole or any_of(r"optimizer(\.pt|\.bin|_\d+)?"),
+        "lr_scheduler": whole or "scheduler.pt" in top,
+        "random states": random_states <= top,
+        "trainer state": STATE in top,
+    }
+    if getattr(args, "fp16", False):
+        found["scaler"] = whole or "scaler.pt" in top
+    return found
+
+
+def _out_of_patience(saved: Any) -> bool:
+    """Whether this is the state of transformers' EarlyStoppingCallback after it has had enough."""
+    for each in saved if isinstance(saved, list) else [saved]:
+        try:
+            patience = each["args"]["early_stopping_patience"]
+            if each["attributes"]["early_stopping_patience_counter"] >= patience:
+                return True
+        except (KeyError, TypeError):
+            continue
+    return False
 
 
 def framework() -> dict[str, str]:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ckptmgr.callbacks import facts, huggingface
-from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks import facts
+from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.deciding import DecidingCallback
+from ckptmgr.callbacks.huggingface import OutputDirectory, framework
 from ckptmgr.callbacks.seams import CloseReport, SavingManager, StopSource, TakingManager
 from ckptmgr.callbacks.stopping import Stopping, source_of
-from ckptmgr.core.errors import CkptmgrError, ConfigError
-from ckptmgr.core.policies import EpochEnded, Evaluated, Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.core.errors import ConfigError, IncompatibleStateError
+from ckptmgr.core.policies import EpochEnded, Evaluated, SavePolicy, StepEnded
 from ckptmgr.training import ranks
+
+if TYPE_CHECKING:
+    from ckptmgr.callbacks.huggingface_training import Training
+    from ckptmgr.training.restore_report import RestoreReport
 
 _log = logging.getLogger(__name__)
 
 Checkpoint = Callable[[], Mapping[str, Any]]
 
 
-class SaveModelCallback(Callback):
+class SaveModelCallback(DecidingCallback):
     """Save checkpoints when a policy says so, in the embedded Trainer or in Hugging Face's.
 
     Reasons gather over the events of one step (step end, evaluation, end of epoch); then the host makes one save with all of them. Only
@@ -36,7 +42,8 @@ class SaveModelCallback(Callback):
     *Hugging Face's Trainer* writes the files itself; they are taken into the local tier at once, before its rotation removes them, by hard link.
     Its own `save_strategy` may be "no": the policy drives saves. A save at the last step of an epoch is made at the end of the epoch, where the Trainer
     evaluates. Nobody else may write into a checkpoint directory in place while it waits for its upload: that upload fails, and says so. The
-    policy's memory is in `trainer_state.json`.
+    policy's memory is in `trainer_state.json`, with what an exact resume needs besides what the Trainer saves. A training that a callback had
+    ended early stays ended: resumed, it runs no step and says so, and `train()` returns (with an iterable dataset the process ends, with 0).
 
     The policy's memory is part of the saved state, so that a resumed run makes the decisions of an uninterrupted one. A metric counts
     as seen once it was decided on, even if the save then failed.
@@ -50,6 +57,10 @@ class SaveModelCallback(Callback):
         close_timeout_s: how long the end of training waits for uploads; None: as the manager is configured.
         resume_from: the directory that training resumes from, if the host does not say and nothing else tells.
         preemption: what gives notice; None: the manager's, or `Preemption()` if it has none; False: nothing.
+        continue_stopped: in Hugging Face's Trainer, go on with a training that a callback had ended early; so does CKPTMGR_CONTINUE_STOPPED=1. In
+            the embedded Trainer its arguments say so.
+        on_mismatch: what to do in Hugging Face's Trainer when the first batch after a resume is not that which the save expected: "log" an error and
+            go on, or "raise".
         clock: seconds from any origin, never backwards.
 
     Attributes:
@@ -58,7 +69,7 @@ class SaveModelCallback(Callback):
     """
 
     priority = Priority.SAVE
-    critical = frozenset({"on_train_begin"})
+    critical = frozenset({"on_train_begin", "on_step_begin"})
     # A preemption, or uploads that fail: the next start goes on.
     stop_is_final = False
 
@@ -71,32 +82,39 @@ class SaveModelCallback(Callback):
         close_timeout_s: float | None = None,
         resume_from: str | Path | None = None,
         preemption: StopSource | bool | None = None,
+        continue_stopped: bool = False,
+        on_mismatch: Literal["log", "raise"] = "log",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(manager.save_policy if save is None else save)
+        if on_mismatch not in ("log", "raise"):
+            raise ConfigError(f"on_mismatch={on_mismatch!r} is unknown", hint="give 'log' or 'raise'")
         self.manager = manager
-        self.policy = manager.save_policy if save is None else save
         self.save_at_end = save_at_end
         self.close_timeout_s = close_timeout_s
         self.resume_from = resume_from
-        self.failures = 0
-        self.background_failures = 0
-        self.last_background_error: Exception | None = None
+        self._continue_stopped = continue_stopped
+        self._raises = on_mismatch == "raise"
         self._stopping = Stopping(source_of(preemption, manager), manager, clock)
         self._clock = clock
         self._began_s = clock()
-        self._host: huggingface.OutputDirectory | None = None
+        self._host: Training | None = None
+        self._ended_before = False
         self._reserved = False
-        self._memory: Memory = {}
         self._report: CloseReport | None = None
-        self._step = -1
-        self._reasons: list[str] = []
-        self._metrics: dict[str, float] = {}
-        self._deferred = False
-        self._epoch_over = False
-        self._saved_step = -1
         self._taken: set[int] = set()
 
     # --- events -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def proof(self) -> str:
+        """In Hugging Face's Trainer, what the first batch after a resume showed: "equal", "different", or "none: " and why nobody knows; "" before."""
+        return "" if self._host is None or self._host.data is None else self._host.data.proof
+
+    @property
+    def restored(self) -> RestoreReport | None:
+        """In Hugging Face's Trainer, what came back and what is not as it was; None if training began from scratch, and on ranks other than 0."""
+        return None if self._host is None else self._host.restored
 
     @property
     def preemption(self) -> StopSource | None:
@@ -110,21 +128,47 @@ class SaveModelCallback(Callback):
         control: TrainerControl,
         resume_from: str | Path | None = None,
         model: Any = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
         """Claim an attempt of the run, and watch for a preemption.
 
         Raises:
             ConflictError: the run has checkpoints and this training does not resume from one of them.
+            DriftError: in Hugging Face's Trainer, something that the manager refuses is not as it was.
+            SystemExit: the training was ended early before, and the host cannot be kept from running a step; with 0.
         """
         self._began_s = self._clock()
-        self._host = huggingface.OutputDirectory.of(args)
+        self._host = _training(args, state, train_dataloader)
         if self._host is not None:
-            self._memory = huggingface.memory_in(state) or self._memory
+            self._memory = self._host.memory or self._memory
         if state.is_world_process_zero:
             self._begin(state, resume_from or self.resume_from, facts.checkpoint_bytes(model))
+        self._heed_earlier_end(state, control)
         # After what may raise: a host without isolation would never call on_train_end.
         self._guard("watch for a preemption", self._stopping.begin)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Go to the place in the data that a resumed training goes on from."""
+        if self._host is not None:
+            self._guard("look at the data", self._host.epoch_begins)
+            self._keep(state, at_edge=False)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look whether the first batch after a resume is the expected one.
+
+        Raises:
+            IncompatibleStateError: it is not, with `on_mismatch="raise"`.
+        """
+        host = self._host
+        if host is None:
+            return
+        mismatch: list[IncompatibleStateError] = []
+        self._guard("look at the first batch", lambda: mismatch.extend(host.step_begins()))
+        for error in mismatch:
+            if self._raises:
+                raise error
+            _log.error("%s", error)
 
     def on_step_end(
         self,
@@ -135,6 +179,7 @@ class SaveModelCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Ask the policy, and look for what ends training. A host that brings `checkpoint` has buffers reserved for it after the first step."""
+        self._count_batch()
         if state.is_world_process_zero:
             self._guard("look at the background", lambda: self._note_background(self.manager.poll_errors()))
             if checkpoint is not None and not self._reserved:
@@ -160,11 +205,14 @@ class SaveModelCallback(Callback):
         self._metrics.update(facts.numbers(metrics or {}))
         self._heed(state, control)
         self._ask(Evaluated(step=state.global_step, metrics=metrics or {}), state, control)
-        self._settle(state, control)
+        self._settle(state, control, at_edge=True)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask the policy if the epoch is complete; ask for the last save if training ends here."""
         self._enter(state.global_step)
+        if self._ended_before:
+            control.should_save = control.should_evaluate = control.should_log = False
+            return
         self._heed(state, control)
         completed = facts.finished_epochs(state)
         if completed is not None:
@@ -183,10 +231,11 @@ class SaveModelCallback(Callback):
         Raises:
             SystemExit: a notice of preemption has run out.
         """
+        self._count_batch()
         self._guard("look for a preemption", lambda: self._stopping.between_edges(state))
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """As `on_substep_end`."""
+        """As `on_substep_end`, between the batches of an evaluation."""
         self._guard("look for a preemption", lambda: self._stopping.between_edges(state))
 
     def on_save(
@@ -206,7 +255,7 @@ class SaveModelCallback(Callback):
             return
         # Before the save: a failed one is not repeated by a second event of the same step.
         self._saved_step = state.global_step
-        host = None if checkpoint is not None else self._host or huggingface.OutputDirectory.of(args)
+        host = None if checkpoint is not None else self._output or OutputDirectory.of(args)
         if host is not None:
             # Each rank writes a part; the directory is complete when all have come here.
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
@@ -220,7 +269,7 @@ class SaveModelCallback(Callback):
             SystemExit: training ended because of a notice, or one came while uploads were waited for and some are left; with the preemption's
                 `exit_code`. Or something is not in the store, and the manager is `strict`; with 6.
         """
-        host = self._host
+        host = self._output
         code = 0
         if host is not None and host.saves_without_event:
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
@@ -229,20 +278,13 @@ class SaveModelCallback(Callback):
                 self._guard("look for saves without an event", lambda: self._take_found(host))
             self._guard("close of the checkpoint manager", self._close)
             code = self._exit_code()
+        if self._host is not None and self._host.data is not None:
+            self._guard("end of the watch over the data", self._host.data.close)
         self._guard("end of the watch for a preemption", self._stopping.end)
         if self._stopping.has_ended(state, control):
             code = self._stopping.exit_code
         if code:
             raise SystemExit(code)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The policy's memory."""
-        return {"memory": dict(self._memory)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the decisions of the run that was saved."""
-        self._memory = state["memory"]
-        self._step = self._saved_step = -1
 
     # --- begin and end ----------------------------------------------------------------------------------------------------
 
@@ -252,10 +294,21 @@ class SaveModelCallback(Callback):
             self.manager.begin(resume_from=given, expected_bytes=expected_bytes)
             return
         manager = self._taking_manager
-        huggingface.begin(manager, host, state.global_step, resume_from=given, expected_bytes=expected_bytes)
-        self._guard("look at the output directory", lambda: host.train_begins(manager.local_dir))
+        host.begin(manager, state, given, expected_bytes)
+        self._guard("look at the output directory", lambda: host.output.train_begins(manager.local_dir))
 
-    def _take_found(self, host: huggingface.OutputDirectory) -> None:
+    def _heed_earlier_end(self, state: TrainerState, control: TrainerControl) -> None:
+        """Have no step run of a training that a callback had ended, unless it is to be gone on with."""
+        host = self._host
+        self._ended_before = host is not None and host.stays_ended(state, continued=self._continue_stopped)
+        if host is not None and self._ended_before:
+            control.should_training_stop = True
+            if not host.end_early():
+                if state.is_world_process_zero:
+                    self._guard("close of the checkpoint manager", self._close)
+                raise SystemExit(self._exit_code())
+
+    def _take_found(self, host: OutputDirectory) -> None:
         """Take what the host wrote without telling, `enable_jit_checkpoint` above all. A step that was saved stays as it was saved: such a
         checkpoint may have been written in the middle of the next step."""
         for found in host.found():
@@ -267,7 +320,7 @@ class SaveModelCallback(Callback):
                     epoch=found.epoch,
                     reasons=("jit_checkpoint" if host.saves_without_event else "found",),
                     metric_modes=self._modes(),
-                    framework=huggingface.framework(),
+                    framework=framework(),
                 )
 
     def _close(self) -> None:
@@ -291,21 +344,6 @@ class SaveModelCallback(Callback):
 
     # --- deciding ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self, step: int) -> None:
-        """Forget the reasons and metrics of an earlier step."""
-        if step == self._step:
-            return
-        if self._reasons and self._saved_step != self._step:
-            _log.warning(
-                "step %d was not saved although %s asked for it: the host made no save",
-                self._step,
-                ", ".join(self._reasons),
-            )
-        self._step = step
-        self._reasons = []
-        self._metrics = {}
-        self._deferred = self._epoch_over = False
-
     def _heed(self, state: TrainerState, control: TrainerControl) -> None:
         """At an edge: end training if something asks for it, and save before."""
 
@@ -316,37 +354,12 @@ class SaveModelCallback(Callback):
 
         self._guard("look for what ends training", look)
 
-    def _ask(self, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
-        if self.policy is not None:
-            policy = self.policy
-            self._guard(f"save policy at step {moment.step}", lambda: self._decide(policy, moment, state, control))
+    def _settle(self, state: TrainerState, control: TrainerControl, *, at_edge: bool = False) -> None:
+        """When all was asked at one event: what the host is to do about it.
 
-    def _decide(self, policy: SavePolicy, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
-        decision = policy.decide(moment, self._memory)
-        self._memory, reasons = decision.memory, decision.reasons
-        if isinstance(moment, StepEnded) and facts.goes_by_time(policy):
-            # Clocks of ranks differ; the main process decides for all.
-            due = ranks.any_rank(bool(reasons) and state.is_world_process_zero)
-            reasons = (reasons or ("main_process",)) if due else ()
-        if state.is_world_process_zero:
-            for notice in decision.notices:
-                _log.warning("%s", notice)
-        if reasons:
-            self._want(reasons, state, control)
-        if self._host is not None:
-            huggingface.keep_memory(state, self._memory)
-
-    def _want(self, reasons: Sequence[str], state: TrainerState, control: TrainerControl) -> None:
-        self._enter(state.global_step)
-        new = [reason for reason in reasons if reason not in self._reasons]
-        self._reasons += new
-        if state.global_step != self._saved_step:
-            control.should_save = True
-        elif new:
-            _log.info("step %d is saved already; %s asked for it as well", state.global_step, ", ".join(new))
-
-    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
-        """When all was asked at one event: what the host is to do about it."""
+        Args:
+            at_edge: the host may save after this event, whatever the flags are now.
+        """
         if self._stopping.forbids_saving:
             control.should_save = self._deferred = False
         if control.should_evaluate:
@@ -358,15 +371,28 @@ class SaveModelCallback(Callback):
         if control.should_save and not self._epoch_over and facts.epoch_ends(state, control):
             # It comes back in on_epoch_end, after an evaluation and with all reasons; else one step might be saved twice, in place.
             control.should_save, self._deferred = False, True
-        may_save = control.should_save or (control.should_evaluate and host.decides_after_evaluation)
+        may_save = control.should_save or (control.should_evaluate and host.output.decides_after_evaluation)
         if may_save and state.is_world_process_zero:
-            self._guard("look at the output directory", lambda: host.before_save(state.global_step))
+            self._guard("look at the output directory", lambda: host.output.before_save(state.global_step))
+        self._keep(state, at_edge=at_edge or control.should_save)
+
+    def _keep(self, state: TrainerState, *, at_edge: bool) -> None:
+        """Put what a resume needs where the host's next save writes it."""
+        host = self._host
+        if host is not None and state.is_world_process_zero:
+            interrupted = self._stopping.is_interruption or host.output.saves_without_event
+            self._guard(
+                "note of what a resume needs",
+                lambda: host.keep(state, self._memory, interrupted=interrupted, at_edge=at_edge),
+            )
+
+    def _count_batch(self) -> None:
+        if self._host is not None and self._host.data is not None:
+            self._guard("look at the data", self._host.data.batch_used)
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
-    def _save(
-        self, state: TrainerState, checkpoint: Checkpoint | None, host: huggingface.OutputDirectory | None
-    ) -> None:
+    def _save(self, state: TrainerState, checkpoint: Checkpoint | None, host: OutputDirectory | None) -> None:
         step, emergency = state.global_step, self._stopping.reason
         if emergency is not None and emergency not in self._reasons:
             self._reasons.append(emergency)
@@ -385,7 +411,7 @@ class SaveModelCallback(Callback):
                 metrics=metrics,
                 reasons=reasons,
                 metric_modes=modes,
-                framework=huggingface.framework(),
+                framework=framework(),
                 final=not host.saves_without_event,
             )
         else:
@@ -398,39 +424,19 @@ class SaveModelCallback(Callback):
             _log.warning("step %d was not saved (%s)", step, ", ".join(reasons))
 
     @property
+    def _output(self) -> OutputDirectory | None:
+        return None if self._host is None else self._host.output
+
+    @property
     def _taking_manager(self) -> TakingManager:
         """The manager in a host that writes its files itself; a fake one for other hosts need not have all of it."""
         return cast(TakingManager, self.manager)
 
-    def _modes(self) -> Mapping[str, str]:
-        return {} if self.policy is None else self.policy.modes()
 
-    # --- failures ---------------------------------------------------------------------------------------------------------
+def _training(args: Any, state: Any, loader: Any) -> Training | None:
+    """What is known of Hugging Face's Trainer; None in any other host. Imports torch, which such a host has imported."""
+    if OutputDirectory.of(args) is None:
+        return None
+    from ckptmgr.callbacks.huggingface_training import Training
 
-    def _guard(self, what: str, action: Callable[[], object]) -> None:
-        """Do `action`; a failure is logged and counted, and stays here: hosts without isolation would end the training on it (I9)."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - a manager, a policy and the state of a model are other people's code
-            self.failures += 1
-            # The message of our own errors is complete; of any other one the place matters.
-            trace = None if isinstance(error, CkptmgrError) else error
-            _log.error(
-                "%s failed (failure %d), training goes on: %s",
-                what,
-                self.failures,
-                str(error) if trace is None else repr(error),
-                exc_info=trace,
-            )
-
-    def _note_background(self, errors: Sequence[Exception]) -> None:
-        """Count what went wrong in the background. It was logged as an error where it happened; here it shows beside the training's own lines."""
-        if errors:
-            self.background_failures += len(errors)
-            self.last_background_error = errors[-1]
-            _log.info(
-                "%d more failed in the background (%d in all), the last: %s",
-                len(errors),
-                self.background_failures,
-                errors[-1],
-            )
+    return Training(args, state, loader)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.policies import SavePolicy
 
 
@@ -104,6 +106,17 @@ class TakingManager(SavingManager, Protocol):
 
     @property
     def is_restored(self) -> bool: ...
+
+    @property
+    def restored_manifest(self) -> Manifest | None: ...
+
+    @property
+    def refused_drift(self) -> frozenset[str]: ...
+
+    @property
+    def conditions(self) -> Conditions: ...
+
+    def describe(self, conditions: Conditions) -> None: ...
 
     def take(
         self,

@@ -49,6 +49,7 @@ class Stopping:
         self._hurried = False
         self._notice: Notice | None = None
         self._save_wanted = False
+        self._budget_spent = False
         self._evaluation_began_s: float | None = None
         self._evaluation_s: float | None = None
 
@@ -75,6 +76,11 @@ class Stopping:
     def is_decided(self) -> bool:
         """Whether all ranks have agreed to end."""
         return self._notice is not None
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether training ends for a reason that the next start gets over: a notice, or uploads that fail."""
+        return self.is_decided or self._budget_spent
 
     @property
     def forbids_saving(self) -> bool:
@@ -134,7 +140,7 @@ class Stopping:
             return
         why = self._manager.should_stop if state.is_world_process_zero and self.reason is None else None
         if ranks.any_rank(why is not None) and not control.should_training_stop:
-            control.should_training_stop = True
+            control.should_training_stop = self._budget_spent = True
             _log.error("training ends at step %d: %s", state.global_step, why or "the main process asks for it")
 
     def has_ended(self, state: Any, control: Any) -> bool:

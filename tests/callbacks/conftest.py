@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.policies import SavePolicy
 
 
@@ -67,6 +69,9 @@ class FakeManager:
     url: str = "s3://bucket/exp/run"
     local_dir: Path = Path("disk")
     is_restored: bool = False
+    restored_manifest: Manifest | None = None
+    refused_drift: frozenset[str] = frozenset()
+    conditions: Conditions = field(default_factory=Conditions)
     strict: bool = False
     should_stop: str | None = None
     begin_error: Exception | None = None
@@ -85,6 +90,9 @@ class FakeManager:
         self.expected_bytes = expected_bytes
         if self.begin_error is not None:
             raise self.begin_error
+
+    def describe(self, conditions: Conditions) -> None:
+        self.conditions = conditions
 
     def save(self, step: int, state: Mapping[str, Any], **facts: Any) -> str | None:
         return self._keep({"step": step, "state": dict(state), **facts})

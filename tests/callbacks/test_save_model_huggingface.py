@@ -351,7 +351,10 @@ class TestMemory(Hosted):
         assert "not JSON serializable" in caplog.text
 
     @pytest.mark.parametrize("state", [{}, {"ckptmgr": {}}, {"ckptmgr": {"attributes": {"memory": 3}}}, None])
-    def test_a_state_without_a_memory(self, state: Any) -> None:
-        """Of a run that began without this callback, or of another Trainer."""
-        assert huggingface.memory_in(SimpleNamespace(stateful_callbacks=state)) is None
-        assert huggingface.memory_in(object()) is None
+    def test_a_state_without_a_memory(self, fake_manager: Fake, out: Path, state: Any) -> None:
+        """Of a run that began without this callback, or of another Trainer: decided anew."""
+        manager = fake_manager(save_policy=Best("eval_loss"))
+        trainer = self.host(out, SaveModelCallback(manager), steps=1, eval_strategy="steps", eval_steps=1)
+        trainer.state.stateful_callbacks = state
+        trainer.train()
+        assert [save["reasons"] for save in manager.saves] == [("best:eval_loss", "train_end")]

@@ -192,15 +192,15 @@ def test_all_reasons_of_an_epochs_end_are_one_save(
     assert first.epoch == 1.0
 
 
-def test_early_stopping_ends_with_a_save(
+def test_early_stopping_ends_with_a_save_and_for_good(
     make_manager: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     """HF's own callback, whose state comes back as well when it is asked for, beside ours."""
     from transformers import EarlyStoppingCallback
 
-    def train(**options: Any) -> Any:
+    def train(*, continue_stopped: bool = False, **options: Any) -> Any:
         manager = make_manager(save=EveryNSteps(100) | Best("eval_loss"))
-        callback = SaveModelCallback(manager)
+        callback = SaveModelCallback(manager, continue_stopped=continue_stopped)
         trainer = make_trainer(
             EarlyStoppingCallback(early_stopping_patience=2),
             callback,
@@ -219,8 +219,11 @@ def test_early_stopping_ends_with_a_save(
     assert train().state.global_step == 6
     found = saved(tmp_path)
     assert steps(found) == [(2, ("best:eval_loss",)), (4, ("best:eval_loss",)), (6, ("best:eval_loss", "train_end"))]
+    # K125: no step is run of a training that was ended early, also when there would be more to do.
+    assert train(max_steps=14).state.global_step == 6
+    assert len(saved(tmp_path)) == 3
     # Resumed with HF's option on: its Trainer meets the state of a "ckptmgr" that is no callback, and goes on.
-    assert train(max_steps=14).state.global_step > 6
+    assert train(max_steps=14, continue_stopped=True).state.global_step > 6
 
 
 def test_a_rewound_run_does_not_touch_what_was_saved(

@@ -1,0 +1,205 @@
+"""Where in its data a training of Hugging Face's Trainer is, and what its way back there lacks.
+
+Facts of transformers 5.19 and 5.24 with accelerate 1.15 that this goes by:
+- The epoch and the micro-batch to go on with are computed from `global_step`, the loader's length and the accumulation of *now*. A map-style dataset
+  is not asked for the samples before it: the batch sampler is. An iterable one is run through from the start of the epoch.
+- The order of a plain shuffle depends on the seed and the epoch alone. Any other one (`group_by_length`, `use_seedable_sampler=False`, a loader of the
+  user's) and the seeds of workers are drawn from the main generator when the iterator is made; the random states of the checkpoint are set after that.
+- They are set when the first step's batches have been loaded, while the uninterrupted run loaded all but one of these after that moment: one batch
+  is always in hand (accelerate looks whether the loader has ended). So a dataset that draws from the main generators goes on differently.
+
+What is missing is kept in the `trainer_state.json`: the random states at the epoch's start, right before the batch in hand was loaded, and at the save.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ckptmgr.callbacks.huggingface_loader import LoaderWatch
+from ckptmgr.callbacks.huggingface_rng import CpuRng
+from ckptmgr.training.ranks import world_size
+
+_log = logging.getLogger(__name__)
+VERSION = 1
+
+
+class TrainingData:
+    """Follows a training through its data, from `on_train_begin` on.
+
+    Args:
+        loader: its train_dataloader.
+        args: its TrainingArguments.
+        step: the finished steps that it begins with.
+        saved: what `as_document` gave for the checkpoint that it goes on from; None if there is none, or it does not say.
+
+    Attributes:
+        proof: what the first batch after a resume showed: "equal", "different", or "none: " and why nobody knows. "" before it. Where workers load
+            the samples, their numbers are compared, else the content of the batch.
+        notes: what a user should know about the way back, as it is found out.
+    """
+
+    def __init__(self, loader: Any, args: Any, *, step: int, saved: Mapping[str, Any] | None) -> None:
+        self._watch = LoaderWatch(loader)
+        self._length = _length(loader)
+        self._epoch, self._skipped = _place(self._length, args, step)
+        self._begins = True
+        self._epoch_rng: CpuRng | None = None
+        self._saved: Mapping[str, Any] = {}
+        self._expected: Mapping[str, Any] | None = None
+        self._edge_rng: CpuRng | None = None
+        self.proof = ""
+        self.notes: list[str] = []
+        if step:
+            self._come_back(saved, step, bool(getattr(args, "ignore_data_skip", False)))
+
+    def end_early(self) -> bool:
+        """Have the loader yield nothing, so that no step is run; False if it cannot be had to."""
+        return self._watch.end_early()
+
+    def close(self) -> None:
+        """Let go of the loader."""
+        self._watch.remove()
+
+    # --- events -----------------------------------------------------------------------------------------------------------
+
+    def epoch_begins(self) -> None:
+        """Before the iterator is made."""
+        if not self._begins:
+            self._epoch += 1
+            self._skipped = 0
+            self._begin_epoch()
+            return
+        self._begins = False
+        if not self._saved:
+            self._begin_epoch()
+        elif self._skipped:
+            start = self._rng_in("epoch_rng")
+            if start is not None:
+                start.go_back()
+            self._edge_rng = self._rng_in("edge_rng")
+            self._watch.begin_epoch(self._skipped, first_rng=self._rng_in("load_rng"), second_rng=self._edge_rng)
+            self._epoch_rng = start
+        else:
+            # The Trainer sets the states of the checkpoint right after this; they are those of the epoch's start.
+            start = self._rng_in("edge_rng")
+            if start is not None:
+                start.go_back()
+            self._begin_epoch()
+
+    def step_begins(self) -> None:
+        """The first micro-batches of a step are loaded, and none of them is used."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self.proof = _compared(expected, self._watch.next_batch())
+        edge, self._edge_rng = self._edge_rng, None
+        loaded = self._watch.loaded_rng
+        # The Trainer has just set the states of the save, from which the uninterrupted run had gone on to load these batches. Are they others, somebody
+        # has drawn after this was written down, and the Trainer's count.
+        if edge is not None and loaded is not None and CpuRng.now() == edge:
+            loaded.go_back()
+
+    def batch_used(self) -> None:
+        """A micro-batch was trained on."""
+        self._watch.use()
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def as_document(self, step: int, *, at_edge: bool) -> dict[str, Any]:
+        """What a resume needs, as JSON values.
+
+        Args:
+            at_edge: a save may be made at this moment; else only what holds for the whole epoch is told.
+        """
+        document: dict[str, Any] = {"version": VERSION, "epoch": self._epoch}
+        if self._epoch_rng is not None:
+            document["epoch_rng"] = self._epoch_rng.as_document()
+        if not at_edge:
+            return document
+        used, over = self._watch.used, self._is_over
+        document |= {
+            "step": step,
+            "batches": used,
+            "next": {"why": "the epoch ended"} if over else self._watch.next_batch(),
+        }
+        if world_size() == 1:
+            document["edge_rng"] = CpuRng.now().as_document()
+            load_rng = None if over else self._watch.load_rng()
+            if load_rng is not None:
+                document["load_rng"] = load_rng.as_document()
+        return document
+
+    # --- pieces -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        return self._length is not None and self._watch.used >= self._length
+
+    def _begin_epoch(self) -> None:
+        # Of other ranks nothing is known that could be saved here.
+        self._epoch_rng = CpuRng.now() if world_size() == 1 else None
+        self._watch.begin_epoch(0)
+
+    def _come_back(self, saved: Mapping[str, Any] | None, step: int, anew: bool) -> None:
+        """Find out what is known of the checkpoint's place in the data."""
+        known = saved is not None and saved.get("version") == VERSION
+        if anew:
+            self._skipped = 0
+            self.proof = "none: ignore_data_skip, so that the epoch's data starts anew"
+            self.notes.append("ignore_data_skip: the epoch's data starts anew, which an uninterrupted run's would not")
+        elif saved is None or not known or saved.get("step") != step:
+            self.proof = "none: the checkpoint does not tell the batch after it"
+            if saved is not None and known and saved.get("epoch") == self._epoch and self._skipped:
+                self._saved = {name: saved[name] for name in ("epoch_rng",) if name in saved}
+        else:
+            self._take_up(saved)
+
+    def _take_up(self, saved: Mapping[str, Any]) -> None:
+        batches = saved.get("batches")
+        ended = saved.get("next") == {"why": "the epoch ended"}
+        if self._skipped != (0 if ended else batches):
+            self.notes.append(
+                f"the checkpoint was made after micro-batch {batches} of epoch {saved.get('epoch')}, and the Trainer goes on after "
+                f"micro-batch {self._skipped} of epoch {self._epoch}: samples are left out or used twice (other batch size or accumulation?)"
+            )
+        else:
+            self._saved = saved
+        expected = saved.get("next")
+        if self._skipped and isinstance(expected, Mapping):
+            self._expected = expected
+        else:
+            self.proof = "none: the epoch ended with the checkpoint"
+
+    def _rng_in(self, name: str) -> CpuRng | None:
+        document = self._saved.get(name)
+        if document is None or world_size() > 1:
+            return None
+        try:
+            return CpuRng.of_document(document)
+        except (ValueError, KeyError, TypeError) as error:
+            _log.warning("the %s of the checkpoint cannot be read, and is not set: %r", name, error)
+            return None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 - other people's code: an unknown length may be a TypeError, or anything else
+        return None
+
+
+def _place(length: int | None, args: Any, step: int) -> tuple[int, int]:
+    """The epoch, and the micro-batch within it, that the Trainer goes on with."""
+    accumulation = getattr(args, "gradient_accumulation_steps", 1)
+    steps = max(math.ceil(length / accumulation), 1) if length else max(getattr(args, "max_steps", 0), 1)
+    return step // steps, step % steps * accumulation
+
+
+def _compared(expected: Mapping[str, Any], found: Mapping[str, str]) -> str:
+    for what in ("content", "samples"):
+        if what in expected and what in found:
+            return "equal" if expected[what] == found[what] else "different"
+    why = expected.get("why") or found.get("why") or "what is known of them cannot be compared"
+    return f"none: {why}"
