@@ -22,14 +22,15 @@ import torch
 
 from ckptmgr.callbacks.base import TrainerControl, TrainerState
 from ckptmgr.callbacks.manager import CallbackManager
-from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.conditions import Conditions, drift_names
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.run.conditions import refused_by_environment
 from ckptmgr.training.arguments import TrainingArguments, continues_stopped
 from ckptmgr.training.data_position import DataPosition
 from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
 from ckptmgr.training.edge_work import EdgeWork
 from ckptmgr.training.edges import EPOCH_HOOKS, Edges
-from ckptmgr.training.generators import EvaluationData
+from ckptmgr.training.evaluation_data import EvaluationData
 from ckptmgr.training.interruption import Interrupted, Interruption
 from ckptmgr.training.progress import Progress, RunningLoss
 from ckptmgr.training.ranks import is_main_process, world_size
@@ -54,6 +55,7 @@ class TrainingResult:
         interrupted: whether a preemption ended it.
         stopped: the callback that ended the training early, in this call or before it.
         restored: what came back of the checkpoint that this call, or `restore` before it, went on from.
+        first_batch: whether the first batch after a resume was the expected one: `equal`, `different`, `none: why`; empty without a resume.
     """
 
     global_step: int
@@ -62,6 +64,7 @@ class TrainingResult:
     interrupted: bool = False
     stopped: str | None = None
     restored: RestoreReport | None = None
+    first_batch: str = ""
 
 
 class Trainer(EdgeWork):
@@ -133,7 +136,9 @@ class Trainer(EdgeWork):
         self._loss_fn = loss_fn
         self._eval_fn = eval_fn
         self._own_pieces = dict(pieces or {})
-        self._position = DataPosition(train_dataloader)
+        self._position = DataPosition(
+            train_dataloader, skip=self.args.skip_data, on_mismatch=self.args.on_data_mismatch
+        )
         self._losses = RunningLoss(self.device)
         self._evaluation_data = EvaluationData(lambda: self.eval_dataloader)
         self._progress = Progress(self.state, self._losses, self._evaluation_data, self.conditions)
@@ -178,8 +183,10 @@ class Trainer(EdgeWork):
         Raises:
             IncompatibleStateError: it does not fit; the trainer may be partly loaded.
             IntegrityError: a file is damaged.
+            DriftError: something that `args.refuse_drift` names has changed; nothing was loaded.
         """
-        self._restored = resume_pieces(directory, self.pieces())
+        refused = drift_names(self.args.refuse_drift) | refused_by_environment()
+        self._restored = resume_pieces(directory, self.pieces(), refused=refused)
         _log.info("resuming from step %d, epoch %.4g", self.state.global_step, self.state.epoch)
         return self._restored
 
@@ -227,6 +234,7 @@ class Trainer(EdgeWork):
             interrupted=interrupted,
             stopped=self.state.stopped,
             restored=self._restored,
+            first_batch=self._position.proof,
         )
 
     def log(self, logs: Mapping[str, Any]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ckptmgr.core.conditions import drift_names
 from ckptmgr.core.errors import ConfigError
 
 CONTINUE_STOPPED_ENV = "CKPTMGR_CONTINUE_STOPPED"
+Skip = Literal["auto", "indices", "replay"]
 Interval = Literal["step", "epoch", "batch", "evaluation"]
 
 _COUNTS = ("num_train_epochs", "max_steps", "gradient_accumulation_steps", "logging_steps", "eval_steps", "eval_epochs")
@@ -33,6 +36,10 @@ class TrainingArguments:
             micro-batches; an overflow that skips the optimizer's step skips both. `epoch`: at the end of every epoch, before it is evaluated.
             `evaluation`: after every evaluation, as ReduceLROnPlateau needs it.
         lr_scheduler_metric: what a scheduler that steps by a metric goes by; with several ranks by the mean of theirs.
+        skip_data: how to come back to the middle of an epoch; see `DataPosition`.
+        on_data_mismatch: what to do when the first batch after a resume is not that which the checkpoint expected: `log` an error, or `raise`.
+        refuse_drift: what must be as it was when a checkpoint is resumed, besides what CKPTMGR_REFUSE_DRIFT names: `world_size`, `batch_size`,
+            `accumulation`, `dataset_length`, `dataset_fingerprint`, `git_commit`, `versions.torch`, …
         continue_stopped: train on when the checkpoint is of a training that a callback ended; so does CKPTMGR_CONTINUE_STOPPED=1. Otherwise
             such a training runs no step.
         device: where the batches go, and the model is moved to; None: the model's device.
@@ -52,6 +59,9 @@ class TrainingArguments:
     grad_scaler: bool | None = None
     lr_scheduler_interval: Interval = "step"
     lr_scheduler_metric: str = "eval_loss"
+    skip_data: Skip = "auto"
+    on_data_mismatch: Literal["log", "raise"] = "log"
+    refuse_drift: Sequence[str] = ()
     continue_stopped: bool = False
     device: str | None = None
 
@@ -80,6 +90,7 @@ class TrainingArguments:
                 f"TrainingArguments: lr_scheduler_metric is {self.lr_scheduler_metric!r}",
                 hint="give the name of a metric, such as 'eval_loss'",
             )
+        drift_names(self.refuse_drift)
 
 
 def continues_stopped(asked: bool = False) -> bool:

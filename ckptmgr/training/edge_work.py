@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ckptmgr.training import ranks
 from ckptmgr.training.data_position import DataPosition
 from ckptmgr.training.edges import Edges
-from ckptmgr.training.generators import EvaluationData
+from ckptmgr.training.evaluation_data import EvaluationData
 from ckptmgr.training.interruption import Interrupted, Interruption
 from ckptmgr.training.progress import OpenEdge, Progress, RunningLoss
 from ckptmgr.training.rank_rng import gather_rng

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ckptmgr.core.conditions import Conditions
-from ckptmgr.training.generators import EvaluationData
+from ckptmgr.training.evaluation_data import EvaluationData
 
 # Facts of this process or of its arguments: a resumed run has its own.
 _NOT_RESUMED = {"max_steps", "num_train_epochs", "is_local_process_zero", "is_world_process_zero"}

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.conditions import Conditions, Drift
 from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.ancestry import is_copy
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.training import state as training_state
-from ckptmgr.training.conditions import compare, present
+from ckptmgr.training.conditions import compare_or_refuse, log_report, present, unknown, with_drift
 
 _log = logging.getLogger(__name__)
 
 
-def resume_pieces(directory: Path, pieces: Mapping[str, Any]) -> training_state.RestoreReport:
+def resume_pieces(
+    directory: Path, pieces: Mapping[str, Any], *, refused: frozenset[str]
+) -> training_state.RestoreReport:
     """Load `directory` into `pieces`, and say what came back, what did not, and what has changed since, one line each.
 
     What training ran under when the checkpoint was made is in the manifest beside the directory; without one, or if it is that of another directory
     which had this name, nothing is known about it.
 
+    Args:
+        refused: drifts that are an error, by `drift_names`.
+
     Raises:
+        DriftError: one of them was found; nothing was loaded.
         IncompatibleStateError: it does not fit; pieces may be partly loaded.
         IntegrityError: a file is damaged.
     """
     manifest = manifest_of(directory)
-    # Before anything is loaded: pieces say what they were built with.
-    drifts = () if manifest is None else compare(manifest, present(Conditions(), pieces))
-    report = training_state.restore(directory, pieces)
-    report = replace(
-        report,
-        changed=tuple(each for each in drifts if each.what.startswith("pieces.")),
-        drift=tuple(each for each in drifts if not each.what.startswith("pieces.")),
-    )
-    first, *others = report.lines()
-    _log.info("%s", first)
-    for line in others:
-        _log.warning("%s", line)
+    now = present(Conditions(), pieces)
+    drifts: Sequence[Drift] = ()
+    if manifest is not None:
+        drifts = compare_or_refuse(manifest, now, refused)
+        for name in unknown(manifest, now, refused):
+            _log.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)
+    elif refused:
+        _log.warning("%s: no drift can be refused, its manifest does not lie beside it", directory)
+    report = with_drift(training_state.restore(directory, pieces), drifts)
+    log_report(report)
     if report.missing:
         _log.warning("the resumed run will not equal the uninterrupted one")
     return report

@@ -1,4 +1,4 @@
-"""Random generators that a data loader owns, apart from the global ones."""
+"""What an evaluation's loader carries from one evaluation to the next."""
 
 from __future__ import annotations
 
@@ -9,26 +9,9 @@ from typing import Any
 
 import torch
 
+from ckptmgr.training.random_sources import generators
+
 _log = logging.getLogger(__name__)
-
-
-def holders_of(loader: Any) -> list[Any]:
-    """The loader and everything in it that may own a generator or want the epoch's number: samplers and the dataset."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-    ]
-    return list({id(holder): holder for holder in found if holder is not None}.values())
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators of `holders_of`, each once, in an order that depends on the loader's make only."""
-    found = [getattr(holder, "generator", None) for holder in holders_of(loader)]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 class EvaluationData:
@@ -46,7 +29,7 @@ class EvaluationData:
     @property
     def generators(self) -> list[torch.Generator]:
         """The loader's own generators."""
-        return generators_of(self._loader())
+        return generators(self._loader())
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values; empty for the usual loader, which goes by the global random states alone."""
@@ -71,13 +54,13 @@ class EvaluationData:
 
     def _set_generators(self) -> None:
         states = [] if self._saved is None else self._saved.get("generators", [])
-        generators = self.generators
-        if len(states) != len(generators):
+        own = self.generators
+        if len(states) != len(own):
             _log.warning(
                 "the eval_dataloader has %d generators of its own, the checkpoint was made with %d: its order will not be that of an "
                 "uninterrupted run",
-                len(generators),
+                len(own),
                 len(states),
             )
-        for generator, state in zip(generators, states, strict=False):
+        for generator, state in zip(own, states, strict=False):
             generator.set_state(torch.tensor(list(base64.b64decode(state)), dtype=torch.uint8))
