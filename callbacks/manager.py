@@ -87,6 +87,12 @@ class CallbackManager(Callback):
         return next((each for each in found if each is not None), None)
 
     @property
+    def manager(self) -> Any:
+        """The manager of checkpoints of the first callback that has one; None without."""
+        found = (getattr(callback, "manager", None) for callback in self.callbacks)
+        return next((each for each in found if each is not None), None)
+
+    @property
     def failures(self) -> dict[str, int]:
         """How many calls of each callback raised; only those that have any."""
         return {key: entry.failures for key, entry in self._named().items() if entry.failures}

@@ -35,7 +35,7 @@ from ckptmgr.training.interruption import Interrupted, Interruption
 from ckptmgr.training.progress import Progress, RunningLoss
 from ckptmgr.training.ranks import is_main_process, world_size
 from ckptmgr.training.restore_report import RestoreReport
-from ckptmgr.training.resuming import resume_pieces
+from ckptmgr.training.resuming import newest, resume_pieces
 from ckptmgr.training.rng import capture_rng, restore_rng
 from ckptmgr.training.scheduling import Schedule
 
@@ -197,7 +197,8 @@ class Trainer(EdgeWork):
         the state is torn. A preemption is neither: the last step edge is saved, unless it is the one resumed from, and `on_train_end` follows.
 
         Args:
-            resume_from: the directory of a checkpoint, as `ckptmgr resume` prints it. After `manager.restore(trainer.pieces())`, and for a
+            resume_from: the directory of a checkpoint, as `ckptmgr resume` prints it. A process that its COMMAND starts again goes on from what was saved
+                since then, by the manager of the callbacks. After `manager.restore(trainer.pieces())`, and for a
                 second call, it is not needed: training goes on from where the trainer is.
 
         Raises:
@@ -205,7 +206,7 @@ class Trainer(EdgeWork):
             ConfigError: the loader is empty.
             SystemExit: after a preemption, from a callback that knows the exit code.
         """
-        resume = Path(resume_from) if resume_from else None
+        resume = None if not resume_from else newest(Path(resume_from), self.callbacks.manager)
         if resume is not None:
             self.restore(resume)
         first_step = self.state.global_step

@@ -172,6 +172,31 @@ class Saves(Callback):
         training_state.write(training_state.capture(checkpoint()), self.root / str(state.global_step))
 
 
+def test_a_process_that_is_started_again_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`torchrun --max-restarts` within one COMMAND: CKPTMGR_RESUME_FROM still names the checkpoint that was the newest at first."""
+    options: dict[str, Any] = {"num_train_epochs": 2}
+
+    class Dies(Callback):
+        def on_step_begin(self, state: TrainerState, **kwargs: Any) -> None:
+            if state.global_step == 8:
+                raise KeyboardInterrupt
+
+    build([SaveModelCallback(manager(tmp_path), preemption=False)], max_steps=3).train()
+    first = manager(tmp_path).resume_path()
+    assert first is not None
+    named = first.rename(tmp_path / "checkpoint-3")
+    first.with_name(f"{first.name}.ckptmgr.json").rename(tmp_path / "checkpoint-3.ckptmgr.json")
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(named))
+    monkeypatch.setenv("CKPTMGR_RESUME_ATTEMPT", "1")
+    with pytest.raises(KeyboardInterrupt):
+        build([SaveModelCallback(manager(tmp_path), preemption=False), Dies()], **options).train(named)
+    result = build([SaveModelCallback(manager(tmp_path), preemption=False)], **options).train(named)
+    assert (result.global_step, result.steps_run) == (12, 6)
+    assert "this process was started again: it goes on from" in caplog.text
+
+
 # --- what evaluations carry on --------------------------------------------------------------------------------------------
 
 

@@ -261,10 +261,10 @@ def _launch(
 ) -> int:
     """Run COMMAND, drain the local tier, and return the exit code of both."""
     from ckptmgr.run.conditions import REFUSE_ENV
-    from ckptmgr.run.launch import LOCAL_DIR_ENV, RESUME_ENV, fill_in, launch
+    from ckptmgr.run.launch import ATTEMPT_ENV, LOCAL_DIR_ENV, RESUME_ENV, fill_in, launch
 
     path = None if resumed is None else str(resumed.path)
-    environment = {RESUME_ENV: path or ""}
+    environment = {RESUME_ENV: path or "", ATTEMPT_ENV: "" if resumed is None else str(resumed.attempt)}
     if local_dir is not None:
         environment[LOCAL_DIR_ENV] = os.path.abspath(local_dir)
     if refused:

@@ -14,6 +14,8 @@ from ckptmgr.core.errors import ConfigError
 
 PLACEHOLDER = "{}"
 RESUME_ENV = "CKPTMGR_RESUME_FROM"
+# The highest attempt of the run when that was chosen: once there is a higher one, COMMAND has begun from it, and a process that it starts again has not.
+ATTEMPT_ENV = "CKPTMGR_RESUME_ATTEMPT"
 LOCAL_DIR_ENV = "CKPTMGR_LOCAL_DIR"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 

@@ -48,6 +48,7 @@ class Resumed:
         source: where the bytes came from; None when they were already there.
         skipped: newer ones that could not be used, or were never committed.
         how: `auto` or `explicit`.
+        attempt: the highest attempt of the run at that moment; 0 if there is none.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Resumed:
     source: Literal["local", "remote"] | None
     how: How
     skipped: tuple[Skipped, ...] = field(default_factory=tuple)
+    attempt: int = 0
 
 
 class Progress(Protocol):
@@ -140,6 +142,7 @@ def resume(
                 source=source,
                 how=how,
                 skipped=tuple(skipped),
+                attempt=history.highest_attempt or 0,
             )
         why = f"{outcome.file} {outcome.why}".strip()
         if how == "explicit" or strict:

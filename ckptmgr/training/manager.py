@@ -214,6 +214,15 @@ class CheckpointManager:
         self._refuse_if_begun()
         return self._restoring.path(selector, now=self.conditions)
 
+    def newer_than(self, directory: str | os.PathLike[str]) -> Path | None:
+        """What to resume from instead of `directory`, put on disk as by `resume_path`; None if `directory` is right.
+
+        Within `ckptmgr resume RUN -- COMMAND`, CKPTMGR_RESUME_FROM is what was the newest, or was asked for, when COMMAND began. A process that COMMAND
+        starts again (`torchrun --max-restarts`) finds the same path there: what was saved since then is the one to go on from.
+        """
+        self._refuse_if_begun()
+        return self._restoring.newer_than(Path(os.path.abspath(directory)), now=self.conditions)
+
     def _refuse_if_begun(self) -> None:
         if self._session is not None:
             raise ConflictError(

@@ -62,9 +62,6 @@ def _identified(directory: Path, run: RunDirectory, tier: LocalTier) -> Parent:
     """A trainer's own directory, such as `output_dir/checkpoint-500`: it counts if a checkpoint of the run has the same bytes."""
     history = merged(*look(run, tier))
     stem = identify(directory, run, history)
-    newest = history.newest()
-    if stem is not None and newest is not None and stem != newest:
-        logger.warning("%s is %s, and the newest checkpoint of %s is %s", directory, stem, run.url, newest)
     if stem is None:
         logger.warning("%s is not a checkpoint of %s, as far as its files say", directory, run.url)
         return Parent()

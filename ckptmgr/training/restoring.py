@@ -12,11 +12,14 @@ from typing import Any
 
 from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import CheckpointNotFoundError, IntegrityError, NotCommittedError
+from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest, encode_metric
 from ckptmgr.core.policies import Memory
+from ckptmgr.core.records import AttemptRecord
 from ckptmgr.core.selectors import parse_selector
+from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
-from ckptmgr.run.launch import RESUME_ENV
+from ckptmgr.run.launch import ATTEMPT_ENV, RESUME_ENV
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
@@ -153,6 +156,31 @@ class Restoring:
             tier.note_restored(Restored.of(resumed, report).as_document())
         return resumed.path
 
+    def newer_than(self, directory: Path, *, now: Conditions) -> Path | None:
+        """See `CheckpointManager.newer_than`."""
+        named = os.environ.get(RESUME_ENV)
+        if not named or Path(os.path.abspath(named)) != Path(os.path.abspath(directory)):
+            return None
+        try:
+            sidecar = read_sidecar(directory)
+        except CheckpointNotFoundError:
+            return None
+        run, tier = self._open()
+        stem = sidecar.manifest.stem
+        if sidecar.manifest.run_uuid != run.uuid or (
+            sidecar.how == "explicit" and not _has_begun(run.attempts(), stem)
+        ):
+            return None
+        chain = merged(*look(run, tier)).chain()
+        if stem not in chain[1:]:
+            return None
+        logger.warning(
+            "this process was started again: it goes on from %s, not from %s, which was the one to resume from at first",
+            chain[0],
+            stem,
+        )
+        return self.path("latest", now=now)
+
     def _fetch(self, selector: str, check: Callable[[Manifest], None]) -> tuple[Resumed, LocalTier] | None:
         chosen = parse_selector(selector)
         # Until it has succeeded: a program that goes on after a failed restore starts from scratch (I12).
@@ -172,6 +200,18 @@ class Restoring:
                 raise
             logger.warning("%s: starting a new lineage", exc)
         return None
+
+
+def _has_begun(attempts: Mapping[int, AttemptRecord], stem: Stem) -> bool:
+    """Whether an attempt has begun from `stem` since `ckptmgr resume` has put it on disk for COMMAND by an explicit selector."""
+    chosen_at = os.environ.get(ATTEMPT_ENV, "")
+    if chosen_at.isdecimal():
+        return max(attempts, default=0) > int(chosen_at)
+    # Set by hand, or by an older version: the last rewind of the present lineage was this one.
+    record = attempts.get(max(attempts, default=0))
+    while record is not None and record.how == "auto" and record.parent is not None:
+        record = attempts.get(record.parent.attempt)
+    return record is not None and record.how == "explicit" and record.parent == stem
 
 
 def _refuse(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> None:
@@ -212,9 +252,7 @@ def rewound_by_command(run: RunDirectory) -> Resumed | None:
     manifest = sidecar.manifest
     if sidecar.how != "explicit" or manifest.run_uuid != run.uuid:
         return None
-    attempts = run.attempts()
-    latest = attempts.get(max(attempts, default=0))
-    if latest is not None and latest.how == "explicit" and latest.parent == manifest.stem:
+    if _has_begun(run.attempts(), manifest.stem):
         return None
     _, damage = verify_directory(path)
     if damage:

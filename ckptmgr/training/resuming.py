@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.conditions import Conditions, Drift
-from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
+from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, ManifestError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.ancestry import is_copy
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.training import state as training_state
 from ckptmgr.training.conditions import compare_or_refuse, log_report, present, unknown, with_drift
+from ckptmgr.training.ranks import can_agree, gather_bytes, is_main_process, rank, world_size
 
 _log = logging.getLogger(__name__)
 
@@ -60,3 +62,25 @@ def manifest_of(directory: Path) -> Manifest | None:
         _log.warning("what the checkpoint was made under is not known: %s", error)
         return None
     return manifest if is_copy(directory.parent if directory.is_file() else directory, manifest) else None
+
+
+def newest(directory: Path, manager: Any) -> Path:
+    """What to resume from when `directory` was asked for: see `CheckpointManager.newer_than`. A collective with several ranks: rank 0 chooses.
+
+    Args:
+        manager: the `CheckpointManager`; anything else has no say.
+
+    Raises:
+        ConflictError: rank 0 has something newer, on a disk that this rank does not see.
+    """
+    ask = getattr(manager, "newer_than", None)
+    if world_size() > 1 and not can_agree():
+        return directory
+    chosen = ask(directory) if callable(ask) and is_main_process() else None
+    found = Path(os.fsdecode(gather_bytes(os.fsencode(chosen or directory))[0]))
+    if found == directory or found.exists():
+        return found
+    raise ConflictError(
+        f"rank 0 goes on from {found}, which is not on the disk of rank {rank()}",
+        hint="end all processes and run `ckptmgr resume` again on every machine",
+    )

@@ -285,6 +285,7 @@ def begin_session(
             if not new_lineage:
                 refuse_unrestored(run, history)
             parent = Parent(how="fresh")
+        _warn_of_going_back(run, history, parent)
         record = claim_attempt(run, how=parent.how, parent=parent.stem)
         tier.note_attempt(record)
         for name in tier.clean():
@@ -306,6 +307,18 @@ def begin_session(
     )
     session.uploader.notify()
     return session
+
+
+def _warn_of_going_back(run: RunDirectory, history: History, parent: Parent) -> None:
+    """A path that was right when it was written down need not be so any more: it must not leave newer work behind in silence."""
+    newest = history.newest()
+    if parent.how == "auto" and parent.stem is not None and newest is not None and newest != parent.stem:
+        logger.warning(
+            "training goes on from %s, and the newest checkpoint of %s is %s: what was done after the former is done again",
+            parent.stem,
+            run.url,
+            newest,
+        )
 
 
 def warn_of_shortage(tier: LocalTier, needed_bytes: int, rules: QueueRules, *, staged: bool = True) -> None:

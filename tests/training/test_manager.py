@@ -357,6 +357,83 @@ def test_an_automatic_resume_by_command_never_takes_a_restart_back(
         assert restored.step == 2
 
 
+@pytest.mark.parametrize("attempt", ["3", None])
+def test_a_rewind_by_command_counts_once_over_all_restarts(
+    attempt: str | None,
+    manager: Callable[..., CheckpointManager],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second restart goes on from the first one's save, not back to 1. `attempt`: as COMMAND is told, or not, by an older version."""
+    _saved(manager, 1, 2, 3)
+    _saved(manager, 4)
+    _saved(manager, 5)
+    _resumed_by_command(run_dir, "1", tmp_path / "one")
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
+    if attempt is not None:
+        monkeypatch.setenv("CKPTMGR_RESUME_ATTEMPT", attempt)
+    for step in (2, 3, 4):
+        with manager() as restarted:
+            restored = restarted.restore({"n": {}})
+            assert restored is not None
+            assert restored.step == step - 1
+            restarted.save(step, {"n": {"value": 10 * step}})
+
+
+def test_the_same_rewind_can_be_asked_for_again(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands, one after the other, both from 1: the second one's `restore` gets 1, too, and only its own restart what was saved since."""
+    _saved(manager, 1, 2)
+    for number in (1, 2):
+        resumed = resume(RunDirectory.open(str(run_dir)), parse_selector("1"), to=tmp_path / f"{number}")
+        assert resumed.attempt == number
+        monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(resumed.path))
+        monkeypatch.setenv("CKPTMGR_RESUME_ATTEMPT", str(resumed.attempt))
+        with manager() as saving:
+            restored = saving.restore({"n": {}})
+            assert restored is not None
+            assert restored.step == 1
+            saving.save(3, {"n": {"value": number}})
+    newer = manager().newer_than(tmp_path / "2")
+    assert newer is not None
+    assert json.loads((newer / "n.json").read_bytes()) == {"value": 2}
+
+
+def test_only_the_path_of_the_command_is_replaced(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the user has written down is the user's decision; said at the begin if it leaves something behind."""
+    _saved(manager, 1)
+    _resumed_by_command(run_dir, "latest", tmp_path / "one")
+    assert manager().newer_than(tmp_path / "one") is None
+    monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
+    assert manager().newer_than(tmp_path / "one") is None
+    _saved(manager, 2)
+    assert manager().newer_than(tmp_path / "other") is None
+    newer = manager().newer_than(tmp_path / "one")
+    assert newer is not None
+    assert json.loads((newer / "n.json").read_bytes()) == {"value": 2}
+
+
+def test_going_back_is_said(
+    manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old path of an automatic resume; not so for a rewind that was asked for."""
+    _saved(manager, 1)
+    _resumed_by_command(run_dir, "latest", tmp_path / "one")
+    _saved(manager, 2)
+    with manager() as saving:
+        saving.begin(resume_from=tmp_path / "one")
+    assert "training goes on from 000001-000000000001" in caplog.text
+    caplog.clear()
+    _resumed_by_command(run_dir, "1", tmp_path / "rewound")
+    with manager() as saving:
+        saving.begin(resume_from=tmp_path / "rewound")
+    assert "training goes on from" not in caplog.text
+
+
 def test_a_rewind_whose_directory_was_changed_is_refused(
     manager: Callable[..., CheckpointManager], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
