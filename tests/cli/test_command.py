@@ -23,7 +23,7 @@ PushSteps = Callable[..., list[str]]
 _REPORT = """
 import json, os, sys
 out, code, *words = sys.argv[1:]
-names = ("CKPTMGR_RESUME_FROM", "CKPTMGR_LOCAL_DIR")
+names = ("CKPTMGR_RESUME_FROM", "CKPTMGR_RESUME_ATTEMPT", "CKPTMGR_LOCAL_DIR")
 document = {"words": words, "environment": {name: os.environ.get(name) for name in names}}
 open(out, "w").write(json.dumps(document))
 print("the command's own words")
@@ -87,7 +87,7 @@ def test_command_is_given_the_path(
     path = str(tmp_path / "with space")
     assert json.loads(report.read_text()) == {
         "words": ["--from", path, f"x={path}"],
-        "environment": {"CKPTMGR_RESUME_FROM": path, "CKPTMGR_LOCAL_DIR": None},
+        "environment": {"CKPTMGR_RESUME_FROM": path, "CKPTMGR_RESUME_ATTEMPT": "1", "CKPTMGR_LOCAL_DIR": None},
     }
 
 
