@@ -79,8 +79,12 @@ class TrainingData:
             start = self._rng_in("epoch_rng")
             if start is not None:
                 start.go_back()
-            self._edge_rng = self._rng_in("edge_rng")
-            self._watch.begin_epoch(self._skipped, first_rng=self._rng_in("load_rng"), second_rng=self._edge_rng)
+            self._edge_rng, load = self._rng_in("edge_rng"), self._rng_in("load_rng")
+            if load is not None:
+                self._watch.begin_epoch(self._skipped, first_rng=load, second_rng=self._edge_rng)
+            else:
+                # No batch was in hand: a loader of the user's, which nobody looks ahead in.
+                self._watch.begin_epoch(self._skipped, first_rng=self._edge_rng)
             self._epoch_rng = start
         else:
             # The Trainer sets the states of the checkpoint right after this; they are those of the epoch's start.
