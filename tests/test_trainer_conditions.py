@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_a_manifest_says_what_the_trainer_knows(saved: Path) -> None:
         "dataset_length": 12,
     }
     assert len(conditions["dataset_fingerprint"]) == 32
-    assert conditions["versions"]["torch"] == torch.__version__
+    assert conditions["versions"]["torch"] == metadata.version("torch")
     assert conditions["pieces"]["optimizer"] == "torch.optim.sgd.SGD"
 
 

@@ -84,7 +84,7 @@ def test_a_save_killed_at_every_operation_is_there_or_not(
 def leftovers(tier: LocalTier, *, kept: set[Stem]) -> list[str]:
     """What lies in the tier besides its own records and the checkpoints `kept`."""
     mine = {"run.json", *(f"attempts/{n:06}.json" for n in range(1, 9))}
-    mine |= {"transfer.json", ".transfer.lock", "transfer.log", "metrics.jsonl"}
+    mine |= {"restored.json", "transfer.json", ".transfer.lock", "transfer.log", "metrics.jsonl"}
     return [
         name
         for name in everything(tier.root)

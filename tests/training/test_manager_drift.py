@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_manifest_says_what_training_ran_under(manager: Make) -> None:
     conditions = Conditions.of_document(manifest.conditions)
     assert (conditions.world_size, conditions.batch_size, conditions.accumulation) == (1, 4, 2)
     assert conditions.dataset_length == 100
-    assert conditions.versions["torch"] == str(torch.__version__)
+    assert conditions.versions["torch"] == metadata.version("torch")
     assert conditions.versions.keys() >= {"python", "numpy"}
     assert conditions.pieces["model"].endswith(".Linear")
     assert conditions.pieces["optimizer"].endswith(".SGD")
@@ -78,7 +79,7 @@ def test_what_a_framework_wrote_has_conditions_too(manager: Make, tmp_path: Path
         saving.take(10, tmp_path / "checkpoint-10")
     (manifest,) = manager().list()
     assert manifest.conditions["batch_size"] == 8
-    assert manifest.conditions["versions"]["torch"] == str(torch.__version__)
+    assert manifest.conditions["versions"]["torch"] == metadata.version("torch")
 
 
 def test_each_difference_is_in_the_report_and_in_the_log(
@@ -92,7 +93,7 @@ def test_each_difference_is_in_the_report_and_in_the_log(
     assert restored.report.drift == (
         Drift(what="batch_size", saved="4", now="2"),
         Drift(what="dataset_length", saved="100", now="120"),
-        Drift(what="versions.torch", saved="1.0.0", now=str(torch.__version__)),
+        Drift(what="versions.torch", saved="1.0.0", now=metadata.version("torch")),
     )
     (changed,) = restored.report.changed
     assert (changed.what, changed.saved.rpartition(".")[2]) == ("pieces.model", "Linear")
