@@ -247,10 +247,11 @@ def test_a_bug_is_in_the_journal_and_a_drain_goes_on_with_the_next(local_scene: 
 
 
 def test_the_uploader_survives_a_tier_that_cannot_be_read(local_scene: Scene, error_logged: threading.Event) -> None:
-    """A tag in the tier that is no JSON: kept and logged; once it is gone, a save goes up."""
-    garbage = local_scene.tier.root / "tags" / "best.json"
-    garbage.parent.mkdir()
-    garbage.write_bytes(b"{")
+    """A link in the tier that leads to itself: kept and logged; once it is gone, a save goes up."""
+    garbage = local_scene.tier.root / "manifests"
+    if garbage.exists():
+        garbage.rmdir()  # nothing is saved yet
+    garbage.symlink_to(garbage.name)
     local_scene.uploader.notify()
     assert error_logged.wait(DEADLINE_S)
     assert len(local_scene.uploader.poll_errors()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -336,7 +337,7 @@ def test_another_first_batch_is_reported_once(train: Callable[..., Run], caplog:
     resumed = train(make, resume=saved.saves[8], seed=99)
     assert resumed.loader is not None
     assert resumed.loader.proof == "different"
-    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
     with pytest.raises(IncompatibleStateError, match="batch 2 of epoch 1 is not the one"):
         train(make, resume=saved.saves[8], on_mismatch="raise")
 
