@@ -113,7 +113,7 @@ def random_states() -> str:
     import numpy as np
     import torch
 
-    numpy_state = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
     return digest(
         [random.getstate(), [str(each) for each in numpy_state], numpy_state[1].tolist(), torch.get_rng_state()]
     )
@@ -122,7 +122,7 @@ def random_states() -> str:
 def crash(event: str, step: int, *, after: int = 1) -> Any:
     """A callback that raises at the `after`-th `event` once `step` steps are finished."""
 
-    class Crasher:
+    class Interrupter:
         def __init__(self) -> None:
             self.count = 0
 
@@ -138,7 +138,7 @@ def crash(event: str, step: int, *, after: int = 1) -> Any:
 
             return hook
 
-    return Crasher()
+    return Interrupter()
 
 
 class Rows:
