@@ -8,22 +8,26 @@ Facts of transformers 5.19 and 5.24 with accelerate 1.15 that this goes by:
 - They are set when the first step's batches have been loaded, while the uninterrupted run loaded all but one of these after that moment: one batch
   is always in hand (accelerate looks whether the loader has ended). So a dataset that draws from the main generators goes on differently.
 
-What is missing is kept in the `trainer_state.json`: the random states at the epoch's start, right before the batch in hand was loaded, and at the save.
+What is missing is kept in the `trainer_state.json`: the random states at the epoch's start, right before the batch in hand was loaded, and at the save;
+and the state of an iterable dataset that has one (`state_dict`, as those of the `datasets` library) before the batch in hand, with which it need not be
+run through.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from ckptmgr.callbacks.huggingface_loader import LoaderWatch
+from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
 from ckptmgr.callbacks.huggingface_rng import CpuRng
 from ckptmgr.training.ranks import world_size
 
 _log = logging.getLogger(__name__)
 VERSION = 1
+_OVER = {"why": "the epoch ended"}
 
 
 class TrainingData:
@@ -50,6 +54,7 @@ class TrainingData:
         self._saved: Mapping[str, Any] = {}
         self._expected: Mapping[str, Any] | None = None
         self._edge_rng: CpuRng | None = None
+        self._said = False
         self.proof = ""
         self.notes: list[str] = []
         if step:
@@ -75,16 +80,21 @@ class TrainingData:
         self._begins = False
         if not self._saved:
             self._begin_epoch()
+        elif self._skipped and self._ended_before:
+            self._edge_rng = self._epoch_rng = start = self._rng_in("edge_rng")
+            if start is not None:
+                start.go_back()
+            self._watch.begin_epoch(self._skipped, state=ANEW)
         elif self._skipped:
             start = self._rng_in("epoch_rng")
             if start is not None:
                 start.go_back()
             self._edge_rng, load = self._rng_in("edge_rng"), self._rng_in("load_rng")
-            if load is not None:
-                self._watch.begin_epoch(self._skipped, first_rng=load, second_rng=self._edge_rng)
-            else:
-                # No batch was in hand: a loader of the user's, which nobody looks ahead in.
-                self._watch.begin_epoch(self._skipped, first_rng=self._edge_rng)
+            # Without those of the loading no batch was in hand: a loader of the user's, which nobody looks ahead in.
+            first, second = (load, self._edge_rng) if load is not None else (self._edge_rng, None)
+            self._watch.begin_epoch(
+                self._skipped, first_rng=first, second_rng=second, state=self._saved.get("dataset_state")
+            )
             self._epoch_rng = start
         else:
             # The Trainer sets the states of the checkpoint right after this; they are those of the epoch's start.
@@ -126,20 +136,39 @@ class TrainingData:
         document |= {
             "step": step,
             "batches": used,
-            "next": {"why": "the epoch ended"} if over else self._watch.next_batch(),
+            "next": _OVER if over else self._watch.next_batch(),
         }
         if world_size() == 1:
             document["edge_rng"] = CpuRng.now().as_document()
             load_rng = None if over else self._watch.load_rng()
             if load_rng is not None:
                 document["load_rng"] = load_rng.as_document()
+            document |= {} if over else self._dataset_state()
         return document
+
+    def _dataset_state(self) -> dict[str, Any]:
+        state = self._watch.dataset_state()
+        try:
+            return {} if state is None else {"dataset_state": json.loads(json.dumps(state))}
+        except (TypeError, ValueError) as error:
+            if not self._said:
+                _log.warning(
+                    "the state of the dataset is no JSON, so that a resume runs through it from its start: %s", error
+                )
+            self._said = True
+            return {}
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
     @property
     def _is_over(self) -> bool:
-        return self._length is not None and self._watch.used >= self._length
+        if self._length is None:
+            return self._watch.is_exhausted
+        return self._watch.used >= self._length
+
+    @property
+    def _ended_before(self) -> bool:
+        return self._saved.get("next") == _OVER
 
     def _begin_epoch(self) -> None:
         # Of other ranks nothing is known that could be saved here.
@@ -162,8 +191,10 @@ class TrainingData:
 
     def _take_up(self, saved: Mapping[str, Any]) -> None:
         batches = saved.get("batches")
-        ended = saved.get("next") == {"why": "the epoch ended"}
-        if self._skipped != (0 if ended else batches):
+        ended = saved.get("next") == _OVER
+        # Without a length the Trainer counts from the start of training; where the place is known without it, its count does not matter.
+        by_state = self._length is None and (ended or "dataset_state" in saved)
+        if self._skipped != (0 if ended else batches) and not by_state:
             self.notes.append(
                 f"the checkpoint was made after micro-batch {batches} of epoch {saved.get('epoch')}, and the Trainer goes on after "
                 f"micro-batch {self._skipped} of epoch {self._epoch}: samples are left out or used twice (other batch size or accumulation?)"

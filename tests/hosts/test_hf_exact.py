@@ -328,6 +328,52 @@ def test_what_was_used_is_not_loaded_again(tmp_path: Path) -> None:
     assert trainings.rows.asked == order[used:]
 
 
+def make_stream(*, noise: bool = False, states: bool = False, length: bool = True, seeded: bool = False) -> Any:
+    """An iterable dataset of the samples of `Rows`, which counts what it yields.
+
+    Args:
+        states: it has `state_dict` and `load_state_dict`.
+        seeded: it draws its order from the main generator at the start of each iteration.
+    """
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.rows = Rows(noise=noise)
+            self.start = self.at = 0
+
+        @property
+        def asked(self) -> list[int]:
+            return self.rows.asked
+
+        def __iter__(self) -> Iterator[Any]:
+            self.at, self.start = self.start, 0
+            order = torch.randperm(ROWS).tolist() if seeded else list(range(ROWS))
+            while self.at < ROWS:
+                self.at += 1
+                yield self.rows[order[self.at - 1]]
+
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return ROWS
+
+    kind: Any = Sized if length else Stream
+    if states:
+        kind.state_dict = lambda self: {"at": self.at % ROWS}
+        kind.load_state_dict = lambda self, state: setattr(self, "start", state["at"])
+    return kind()
+
+
+def test_an_iterable_dataset_with_state_is_not_run_through(tmp_path: Path) -> None:
+    """It is asked for what comes after the checkpoint only, whatever the Trainer believes that it drops."""
+    trainings = Trainings(tmp_path, {"eval_strategy": "no"}, make_rows=lambda: make_stream(states=True))
+    trainings.run(crash("on_step_begin", 6), save_every=6)
+    trainings.run(save_every=STEPS, resume=True)
+    used = 6 * ACCUMULATION * BATCH % ROWS
+    assert trainings.rows.asked[: ROWS - used] == list(range(used, ROWS))
+    assert trainings.rows.asked[ROWS - used :] == list(range(ROWS))
+
+
 def use_plain_shuffle(trainer: Any) -> None:
     """A loader whose order and augmentation come from the main generator."""
     from torch.utils.data import DataLoader
@@ -347,6 +393,15 @@ DATA: dict[str, dict[str, Any]] = {
     },
     "workers": {"options": {"dataloader_num_workers": 2}},
     "a loader of the user's": {"change": use_plain_shuffle},
+    "iterable": {"make_rows": make_stream},
+    "iterable that draws its order": {"make_rows": lambda: make_stream(seeded=True)},
+    "iterable with state": {"make_rows": lambda: make_stream(states=True)},
+    "iterable with state and augmentation": {"make_rows": lambda: make_stream(states=True, noise=True)},
+    "iterable with state, without length": {"make_rows": lambda: make_stream(states=True, noise=True, length=False)},
+    "iterable without dispatch": {
+        "make_rows": lambda: make_stream(states=True, noise=True),
+        "options": {"accelerator_config": {"dispatch_batches": False}},
+    },
     "augmentation and a loader of the user's": {"change": use_plain_shuffle, "make_rows": lambda: Rows(noise=True)},
 }
 
