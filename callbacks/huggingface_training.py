@@ -17,7 +17,7 @@ from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.core.policies import Memory
 from ckptmgr.training.arguments import continues_stopped
 from ckptmgr.training.conditions import compare, log_report, with_drift
-from ckptmgr.training.dataset_facts import dataset_facts
+from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
 from ckptmgr.training.restore_report import RestoreReport
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Training:
             ConflictError: it would abandon checkpoints of the run (I12).
             DriftError: something that was to be refused is not as it was. No step was run; the Trainer has loaded the checkpoint.
         """
-        manager.describe(self.conditions(state))
+        manager.describe(self.conditions())
         huggingface.begin(
             manager, self.output, state.global_step, resume_from=resume_from, expected_bytes=expected_bytes
         )
@@ -95,17 +95,17 @@ class Training:
         self.restored = with_drift(report, found)
         log_report(self.restored)
 
-    def conditions(self, state: Any) -> Conditions:
+    def conditions(self) -> Conditions:
         """What the arguments and the loader say of what this training runs under."""
         args = self._args
-        facts = None if self._loader is None else dataset_facts(self._loader)
-        batch_size = getattr(state, "train_batch_size", None) or getattr(args, "train_batch_size", None)
+        # Not what `state` says: that of a resumed training is the checkpoint's.
+        facts = DatasetFacts() if self._loader is None else dataset_facts(self._loader)
         return Conditions(
             world_size=_number(getattr(args, "world_size", None)),
-            batch_size=_number(batch_size),
+            batch_size=facts.batch_size or _number(getattr(args, "train_batch_size", None)),
             accumulation=_number(getattr(args, "gradient_accumulation_steps", None)),
-            dataset_length=None if facts is None else facts.dataset_length,
-            dataset_fingerprint=None if facts is None else facts.dataset_fingerprint,
+            dataset_length=facts.dataset_length,
+            dataset_fingerprint=facts.dataset_fingerprint,
         )
 
     def stays_ended(self, state: Any, *, continued: bool) -> bool:
