@@ -104,7 +104,9 @@ class LoaderWatch:
         self._batches: dict[int, Any] = {}
         self._states: dict[int, Any] = {} if state is None or state is ANEW else {skipped: state}
         self._start = state
+        self._is_way_back = not (first_rng is None and second_rng is None and state is None)
         self._ended = False
+        # Of the last micro-batch, right after it was loaded; in the epoch of a resume only.
         self.loaded_rng: CpuRng | None = None
 
     @property
@@ -188,7 +190,8 @@ class LoaderWatch:
         self._loaded_count += 1
         if number >= self._used:
             self._batches[number] = batch
-            self.loaded_rng = CpuRng.now()
+            if self._is_way_back:
+                self.loaded_rng = CpuRng.now()
 
     def no_more(self) -> None:
         """An iterable dataset has come to its end."""

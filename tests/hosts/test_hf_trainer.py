@@ -136,6 +136,7 @@ def test_two_ranks(make_store: Callable[[str], Store], tmp_path: Path, train: Tr
     assert found.manifests[max(found.manifests)].world_size == 2
     resumed = train(*both, "--resume", "manager", python=torchrun)
     assert_equal_from(whole, resumed, 14)
+    assert "the first batch after the resume: equal" in resumed.log
 
 
 def test_the_manifest_names_its_producer(make_store: Callable[[str], Store], tmp_path: Path, train: Train) -> None:
