@@ -23,6 +23,7 @@ from typing import Any
 
 from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
 from ckptmgr.callbacks.huggingface_rng import CpuRng
+from ckptmgr.training.dataset_facts import length_of
 from ckptmgr.training.ranks import world_size
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class TrainingData:
 
     def __init__(self, loader: Any, args: Any, *, step: int, saved: Mapping[str, Any] | None) -> None:
         self._watch = LoaderWatch(loader)
-        self._length = _length(loader)
+        self._length = length_of(loader)
         self._epoch, self._skipped = _place(self._length, args, step)
         self._begins = True
         self._epoch_rng: CpuRng | None = None
@@ -216,13 +217,6 @@ class TrainingData:
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("the %s of the checkpoint cannot be read, and is not set: %r", name, error)
             return None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except Exception:  # noqa: BLE001 - other people's code: an unknown length may be a TypeError, or anything else
-        return None
 
 
 def _place(length: int | None, args: Any, step: int) -> tuple[int, int]:

@@ -276,3 +276,16 @@ def disk_of(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield make
     for directory in mounted:
         subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.fixture
+def exact_bits() -> Iterator[None]:
+    """Bits must not depend on threads or on a kernel's choice."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)

@@ -23,17 +23,12 @@ from ckptmgr.training.preemption import Preemption
 
 
 @pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """Bits must not depend on threads or on a kernel's choice; no test leaves a handler behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+def _handlers_as_before(exact_bits: None) -> Iterator[None]:
+    """No test leaves a handler behind."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 class Trigger:

@@ -19,16 +19,7 @@ from ckptmgr.core.policies import EveryNEpochs, EveryNSteps, SavePolicy
 from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training import state as training_state
 
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """Bits must not depend on threads or on a kernel's choice."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("exact_bits")
 
 
 class Killed(BaseException):

@@ -108,10 +108,7 @@ class DataPosition:
     @property
     def length(self) -> int | None:
         """Micro-batches per epoch; None when the loader does not know (an iterable dataset)."""
-        try:
-            return len(self._loader)
-        except TypeError:
-            return None
+        return fast_forward.batches_per_epoch(self._loader)
 
     @property
     def exhausted(self) -> bool:

@@ -38,7 +38,7 @@ def dataset_facts(loader: Any) -> DatasetFacts:
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
         return DatasetFacts()
-    return DatasetFacts(_batch_size(loader), _length(dataset), fingerprint(dataset))
+    return DatasetFacts(_batch_size(loader), length_of(dataset), fingerprint(dataset))
 
 
 def fingerprint(dataset: Any) -> str | None:
@@ -62,9 +62,10 @@ def _batch_size(loader: Any) -> int | None:
     return None
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
+    """The length of a dataset or loader of others; None if it is not known, for whatever reason."""
     try:
-        return len(dataset)
+        return len(sized)
     except Exception:  # noqa: BLE001 - other people's code: an unknown length may be a TypeError, or anything else
         return None
 

@@ -146,13 +146,16 @@ def nothing_left(loader: Any, saved: Mapping[str, Any], batches: int) -> bool:
     """Whether the epoch has no further batch, and what it led to is known without it: in the samples' own process, or in workers that are gone."""
     if not isinstance(loader, DataLoader) or saved.get("generators") is None:
         return False
-    if (saved.get("next") or {}).get("why") != NO_MORE and not (saved["length"] == batches == _length(loader)):
+    if (saved.get("next") or {}).get("why") != NO_MORE and not (
+        saved["length"] == batches == batches_per_epoch(loader)
+    ):
         return False
     gone = loader.num_workers > 0 and not loader.persistent_workers
     return gone or (in_this_process(loader) and hidden_in(loader, generators(loader)) is None)
 
 
-def _length(loader: Any) -> int | None:
+def batches_per_epoch(loader: Any) -> int | None:
+    """How many batches `loader` says it has; None if it does not know (an iterable dataset)."""
     try:
         return len(loader)
     except TypeError:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ckptmgr.training import ranks
 from ckptmgr.training.data_position import end_workers
+from ckptmgr.training.fast_forward import batches_per_epoch
 from ckptmgr.training.preemption import Preempted, Preemption
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,11 @@ class Interruption:
         Args:
             by_others: it is iterated by code that may leave some batches out, on some ranks.
         """
-        if self.preemption is None or (ranks.can_agree() and by_others) or not _same_everywhere(_length(loader)):
+        if (
+            self.preemption is None
+            or (ranks.can_agree() and by_others)
+            or not _same_everywhere(batches_per_epoch(loader))
+        ):
             return loader
         return _Watched(loader, self)
 
@@ -112,7 +117,7 @@ class _Watched:
     def __iter__(self) -> Iterator[Any]:
         with self._interruption.loading():
             batches = iter(self._loader)
-        left = _length(self._loader)
+        left = batches_per_epoch(self._loader)
         try:
             # After the last batch the evaluation is as good as done.
             while left is None or left > 0:
@@ -136,13 +141,6 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _same_everywhere(length: int | None) -> bool:

@@ -7,7 +7,7 @@ the epoch of the interruption and of those after it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,15 +36,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """Bits must not depend on threads or on a kernel's choice."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("exact_bits")
 
 
 class Killed(BaseException):

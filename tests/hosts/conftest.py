@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,15 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("train_hf.py")
 DEADLINE_S = 150.0
+
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +104,23 @@ def train(tmp_path: Path, script: list[str]) -> Callable[..., Trained]:
         return run([str(word) for word in command], journal, tmp_path)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def offline() -> Iterator[None]:
+    """Before the first import: hub clients read their environment once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OFFLINE.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread(offline: None) -> Iterator[None]:
+    """Sums depend on how many there are, and more than one only costs time here."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

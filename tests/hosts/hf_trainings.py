@@ -14,13 +14,6 @@ from ckptmgr.core.policies import EveryNSteps
 from ckptmgr.core.retention import KeepLast
 from ckptmgr.training.manager import CheckpointManager
 
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 # Three epochs of 8 micro-batches, two per step.
 ROWS, BATCH, ACCUMULATION, STEPS, STEPS_PER_EPOCH, EVALUATE_EVERY = 16, 2, 2, 12, 4, 3
 

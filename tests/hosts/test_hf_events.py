@@ -22,24 +22,7 @@ from ckptmgr.run.verify import verify_directory
 from ckptmgr.training.manager import CheckpointManager
 
 # Not ours: what transformers and its libraries have to say about each other.
-pytestmark = pytest.mark.filterwarnings("default")
-
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _offline() -> Iterator[None]:
-    """Before the first import: hub clients read their environment once."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in OFFLINE.items():
-            patch.setenv(name, value)
-        yield
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("offline")]
 
 
 @pytest.fixture

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # Not ours: what transformers and its libraries have to say about each other.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("offline", "one_thread"),
+]
 
 _spec = importlib.util.spec_from_file_location("ckptmgr_test_hf_trainings", Path(__file__).with_name("hf_trainings.py"))
 assert _spec is not None
@@ -23,21 +27,6 @@ assert _spec.loader is not None
 hf: Any = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = hf
 _spec.loader.exec_module(hf)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _offline() -> Iterator[None]:
-    """Before the first import: hub clients read their environment once."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in hf.OFFLINE.items():
-            patch.setenv(name, value)
-        import torch
-
-        # Sums depend on how many there are, and more than one only costs time here.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
 
 
 # Where the first process dies, and the step that the second one goes on from.
