@@ -104,15 +104,16 @@ def merged(remote: History, local: History | None) -> History:
 
 
 def candidates(
-    selector: Selector, run: RunDirectory, tier: LocalTier | None, *, fall_back: bool
+    selector: Selector, run: RunDirectory, tier: LocalTier | None, *, fall_back: bool, durable: bool = False
 ) -> tuple[list[list[Candidate]], History]:
     """The checkpoints to try, in order; each with the places to read it from, the local tier first.
 
     Args:
         fall_back: for `latest`, the whole chain; otherwise the one that is meant.
+        durable: only what the store has; the local tier is a place to read it from, no more.
 
     Returns:
-        The places per checkpoint, and the merged history.
+        The places per checkpoint, and the history that was chosen from.
 
     Raises:
         CheckpointNotFoundError: nothing matches.
@@ -120,13 +121,17 @@ def candidates(
         ManifestError: the one that is meant cannot be read.
     """
     remote, local = look(run, tier, selector)
-    history = merged(remote, local)
-    if not history.has_commits:
+    history = remote if durable else merged(remote, local)
+    if not history.has_commits or (selector.kind == "latest" and not history.chain()):
+        if tier is not None and durable and (here := merged(remote, local).chain()):
+            raise NotCommittedError(
+                f"{run.url} does not have checkpoint {here[0]} yet: it is only in {tier.root}",
+                hint=f"upload it first: `ckptmgr drain {tier.root}`",
+                empty=False,
+            )
         raise nothing_committed(run, history)
     if selector.kind == "latest":
         wanted = history.chain()
-        if not wanted:
-            raise nothing_committed(run, history)
         if not fall_back:
             wanted = wanted[:1]
     else:

@@ -87,6 +87,7 @@ def resume(
     tier: LocalTier | None = None,
     strict: bool = False,
     replace: bool = False,
+    durable: bool = False,
     progress: Progress | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> Resumed:
@@ -102,6 +103,7 @@ def resume(
         tier: a local tier to look in first.
         strict: for `latest`, fail instead of falling back.
         replace: replace whatever else `to` holds.
+        durable: only what the store has counts, which other machines can get as well; bytes may still come from `tier`.
         check: is shown the manifest of each checkpoint before anything of it is fetched; what it raises ends the resume, with nothing changed.
 
     Raises:
@@ -116,7 +118,7 @@ def resume(
     """
     progress = progress or _Silent()
     how: How = "explicit" if selector.is_explicit else "auto"
-    wanted, history = candidates(selector, run, tier, fall_back=not strict)
+    wanted, history = candidates(selector, run, tier, fall_back=not strict, durable=durable)
     roots = [
         Path(place.root) for place in (run, tier.run if tier else None) if place and place.fs.capabilities.is_local
     ]

@@ -36,6 +36,7 @@ def drain(
     run: RunDirectory,
     *,
     wait_s: float = 0.0,
+    stop: threading.Event | None = None,
     busy: Callable[[Stem], None] = lambda stem: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Drained:
@@ -44,6 +45,7 @@ def drain(
 
     Args:
         wait_s: how long to wait, all in all, for saves that another process has in its hands; it may yet fail, and then they are uploaded here.
+        stop: ends it at once when it is set; what is not in the store yet stays pending. `run`'s backend should watch it, too.
         busy: told of each of those, once.
     """
     tally, committed, errors = Tally(), list[Stem](), dict[Stem, CkptmgrError]()
@@ -63,7 +65,7 @@ def drain(
     loop = ReplicationLoop(
         tier,
         run,
-        stop=threading.Event(),
+        stop=stop or threading.Event(),
         report=report,
         retries=lambda: run.fs.retries,
         abandoned=lambda: clock() >= until,
