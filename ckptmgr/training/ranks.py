@@ -61,6 +61,15 @@ def same_on_all_ranks(value: int) -> bool:
     return bool(largest == -negated_smallest)
 
 
+def sums(values: Sequence[float]) -> list[float]:
+    """Each of `values` summed over all ranks, in float64; all of one length. A collective if `can_agree`, as `any_rank`."""
+    if not can_agree():
+        return [float(value) for value in values]
+    mine = _tensor(values, "float64")
+    _distributed().all_reduce(mine)
+    return [float(value) for value in mine.tolist()]
+
+
 def gather_rows(row: Sequence[float]) -> list[list[float]]:
     """The `row` of every rank, in the order of ranks, as float64; all of one length. A collective if `can_agree`, as `any_rank`."""
     if not can_agree():
@@ -69,6 +78,18 @@ def gather_rows(row: Sequence[float]) -> list[list[float]]:
     rows = [mine.clone() for _ in range(world_size())]
     _distributed().all_gather(rows, mine)
     return [each.tolist() for each in rows]
+
+
+def mean_of_ranks(value: float | None) -> float | None:
+    """The mean of `value` over the ranks that have one; None if none has. A collective if `can_agree`, as `any_rank`.
+
+    Exactly `value` where all have the same; not finite if one is not.
+    """
+    rows = gather_rows([0.0, 0.0] if value is None else [1.0, value])
+    values = [value for there, value in rows if there]
+    if not values:
+        return None
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)
 
 
 def gather_bytes(mine: bytes) -> list[bytes]:
