@@ -242,7 +242,7 @@ def test_ranks_go_by_one_metric(monkeypatch: pytest.MonkeyPatch) -> None:
         def step(self, metrics: float) -> None:
             steps.append(metrics)
 
-    monkeypatch.setattr("ckptmgr.training.ranks.gather_rows", lambda row: [list(row), [4.0]])
+    monkeypatch.setattr("ckptmgr.training.ranks.gather_rows", lambda row: [list(row), [1.0, 4.0]])
     args = TrainingArguments(lr_scheduler_interval="evaluation", eval_epochs=1)
     Schedule(Plateau(), args, evaluates=True).evaluated({"eval_loss": 1.0})
     assert steps == [2.5]

@@ -86,11 +86,17 @@ def better_direction(metric: str, given: Mode | None, manifests: Iterable[Manife
     recorded = {mode for manifest in manifests if (mode := manifest.metric_modes.get(metric)) in ("min", "max")}
     if len(recorded) == 1:
         return "min" if recorded == {"min"} else "max"
-    if metric.endswith(("loss", "perplexity")):
-        return "min"
+    mode = mode_by_name(metric)
+    if mode is not None:
+        return mode
     raise ConfigError(
         f"cannot tell whether less or more of {metric!r} is better", hint=f"write {metric}:min or {metric}:max"
     )
+
+
+def mode_by_name(metric: str) -> Mode | None:
+    """The better direction of a metric, where its name tells: less of a loss and of a perplexity. None: it does not."""
+    return "min" if metric.endswith(("loss", "perplexity")) else None
 
 
 def rank_by_metric(manifests: Iterable[Manifest], metric: str, mode: Mode, *, worst: bool = False) -> list[Manifest]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,14 +85,13 @@ class Schedule:
         if not self._wants_metric:
             self._scheduler.step()
             return
-        value = metrics.get(self._metric, metrics.get(f"eval_{self._metric}"))
+        value = ranks.mean_of_ranks(metrics.get(self._metric, metrics.get(f"eval_{self._metric}")))
         if value is None:
             raise ConfigError(
                 f"{type(self._scheduler).__name__} goes by {self._metric!r}, which the evaluation did not give",
                 hint="set lr_scheduler_metric to one of: " + ", ".join(sorted(metrics)),
             )
-        values = [row[0] for row in ranks.gather_rows([value])]
-        self._scheduler.step(values[0] if len(set(values)) == 1 else math.fsum(values) / len(values))
+        self._scheduler.step(value)
 
     def _step_epoch(self) -> None:
         if not self._stepped_epoch:
