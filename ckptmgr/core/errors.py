@@ -26,7 +26,11 @@ prints `str(error)`: one line with what, where, why and, after a dash, what to d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+# Of many that failed, so many are told of.
+_NAMED = 20
 
 
 def _rebuild(cls: type[CkptmgrError], message: str, facts: dict[str, Any]) -> CkptmgrError:
@@ -210,3 +214,17 @@ class DriftError(IncompatibleStateError):
 
     exit_code = 7
     drift: tuple[Any, ...] = ()
+
+
+def in_one(errors: Sequence[CkptmgrError]) -> CkptmgrError:
+    """One error for several: what each says in one line, of the kind and with the facts of the first that does not pass by itself, else of the first.
+
+    Its `errors` are all of them. A single one is returned as it is.
+    """
+    kind = next((error for error in errors if not isinstance(error, TransientBackendError)), errors[0])
+    if len(errors) == 1:
+        return kind
+    told = "; ".join(error.message for error in errors[:_NAMED])
+    more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
+    facts = {name: getattr(kind, name) for name in kind._facts}
+    return type(kind)(f"{len(errors)} failed: {told}{more}", hint=kind.hint, **{**facts, "errors": tuple(errors)})

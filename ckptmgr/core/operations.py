@@ -117,9 +117,13 @@ class Together:
     """Protocols that concern different keys, and so may go in any order and side by side; with each the number of bytes that it moves.
 
     Result: None, once all have ended. The first error is thrown; the others are then ended where they are, or have not begun.
+
+    Attributes:
+        to_the_end: do what can be done of the others first, and throw one error that names all that failed.
     """
 
     parts: tuple[tuple[int, Generator[Operation, Any, None]], ...]
+    to_the_end: bool = False
 
 
 Operation: TypeAlias = "PutFile | CopyFile | IsStored | Create | Replace | Read | ListKeys | Delete | DeleteAll | Fetch | Record | Together"

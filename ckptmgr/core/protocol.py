@@ -114,6 +114,7 @@ def replicate(
         ConflictError: another checkpoint is committed under this stem.
         IntegrityError: a source is not what `manifest` describes (I10).
         TransientBackendError: the store did not answer; call again with the journal's state and `resumed`.
+            One error names all files that failed; what could be sent beside them is there.
     """
     done = set(confirmed)
     while True:
@@ -144,7 +145,8 @@ def replicate(
                     (entry.size, _store(manifest.stem, entry, look=resumed, copy_of=(copies or {}).get(entry.path)))
                     for entry in manifest.files
                     if entry.path not in done
-                )
+                ),
+                to_the_end=True,
             )
             verdict = yield from create_settled(key, body, judge, won="own")
         if verdict == "own":

@@ -117,8 +117,8 @@ class StoreDriver:
                 return self._put(key, entry)
             case CopyFile(source, key, entry):
                 return self._copy(source, key, entry)
-            case Together(parts):
-                return self._together(parts)
+            case Together(parts, to_the_end):
+                return self._together(parts, to_the_end)
             case IsStored(key, entry):
                 return is_stored(self._run, key, entry)
             case Fetch(key, entry):
@@ -126,9 +126,9 @@ class StoreDriver:
             case Record():
                 return self._record(operation) if self._record is not None else None
 
-    def _together(self, parts: Sequence[tuple[int, Generator[Operation, Any, None]]]) -> None:
+    def _together(self, parts: Sequence[tuple[int, Generator[Operation, Any, None]]], to_the_end: bool) -> None:
         work = [(size, partial(drive, part, self)) for size, part in parts]
-        together(work, self._moved, most=self._run.fs.concurrency)
+        together(work, self._moved, most=self._run.fs.concurrency, to_the_end=to_the_end)
 
     def _create(self, key: str, body: bytes) -> None:
         """Create-only where the store decides it; elsewhere a look and a write, which the age rules of upload and gc make safe.
