@@ -50,9 +50,9 @@ class Work:
 def test_all_that_failed_are_named(most: int) -> None:
     """The others are done; the error is of the kind that does not pass by itself, and has all of them."""
     failures: dict[int, Exception] = {
-        5: BackendTimeoutError("five", operation="put"),
-        30: AccessDeniedError("thirty", hint="ask", operation="put"),
-        49: SourceChangedError("forty-nine", path="x"),
+        5: AccessDeniedError("five", hint="ask", operation="put"),
+        30: SourceChangedError("thirty", path="x"),
+        49: BackendTimeoutError("forty-nine", operation="put"),
     }
     work = Work(50, failures)
     error = work.failing(most=most)
