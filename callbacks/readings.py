@@ -75,9 +75,11 @@ class Pending:
 
     def add(self, step: int, value: Any) -> None:
         """Keep the value of `step`: a number or a scalar tensor."""
+        if hasattr(value, "detach"):
+            value = value.detach()
         on_device = getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
         # A copy: a running sum, say, is changed in place before it is read.
-        self._entries.append((step, value.detach().clone() if on_device else float(value)))
+        self._entries.append((step, value.clone() if on_device else float(value)))
 
     def read(self) -> list[tuple[int, float]]:
         """All values since the last call, oldest first. Waits for the devices that have some of them."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.callbacks.base import Callback, Priority
+from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.manifest import Manifest
@@ -279,3 +281,112 @@ def hf_trainer() -> type[HfTrainer]:
 def out(tmp_path: Path) -> Path:
     """The output directory of a training."""
     return tmp_path / "out"
+
+
+@dataclass
+class Decided:
+    """What a callback had a host do: the step that training ended at, None if it went on to the last one, and the steps that were saved."""
+
+    stopped: int | None = None
+    saves: list[int] = field(default_factory=list)
+
+
+def replay(
+    shape: str,
+    callback: Any,
+    *,
+    losses: Sequence[float] = (),
+    metrics: Sequence[Mapping[str, Any]] = (),
+    first: int = 0,
+) -> Decided:
+    """One loss, or one evaluation, per step, through a host of the given shape.
+
+    Args:
+        shape: "embedded": our Trainer. "huggingface": hooks called by position, the loss by logs only. "plain": through a manager's `call`.
+        first: steps that were done before.
+    """
+    steps = max(len(losses), len(metrics))
+    if shape == "embedded":
+        return _in_trainer(callback, losses, metrics, first)
+    decided, state, control = Decided(), HfState(max_steps=first + steps), HfControl()
+
+    def call(event: str, *, by_logs: bool = False, **arguments: Any) -> None:
+        if shape == "huggingface":
+            hook = getattr(callback, event)
+            hook(SimpleNamespace(output_dir="out"), state, control, model=None, optimizer=None, **arguments)
+        elif not by_logs:
+            CallbackManager([callback]).call(event, args=None, state=state, control=control, **arguments)
+
+    state.global_step = first
+    call("on_train_begin")
+    for index in range(steps):
+        call("on_step_begin")
+        state.global_step += 1
+        outputs = {"outputs": {"loss": losses[index]}} if losses and shape == "plain" else {}
+        call("on_step_end", **outputs)
+        if losses:
+            call("on_log", by_logs=True, logs={"loss": losses[index], "epoch": 0.5})
+        if metrics:
+            call("on_evaluate", metrics=metrics[index])
+        if control.should_save:
+            decided.saves.append(state.global_step)
+            control.should_save = False
+        if control.should_training_stop:
+            decided.stopped = state.global_step
+            break
+    call("on_train_end")
+    return decided
+
+
+def _in_trainer(callback: Any, losses: Sequence[float], metrics: Sequence[Mapping[str, Any]], first: int) -> Decided:
+    import torch
+
+    from ckptmgr.trainer import Trainer, TrainingArguments
+
+    decided, steps = Decided(), max(len(losses), len(metrics))
+
+    class Watch(Callback):
+        priority = Priority.LOG
+
+        def on_save(self, state: Any, **kwargs: Any) -> None:
+            decided.saves.append(state.global_step)
+
+        def on_epoch_end(self, state: Any, control: Any, **kwargs: Any) -> None:
+            # Each step is an epoch. The last one has not ended the training yet: it may be the callback that does.
+            control.should_training_stop = control.should_training_stop or state.global_step == first + steps
+
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            max_steps=first + steps + 1,
+            logging_steps=1,
+            eval_steps=1 if metrics else None,
+        ),
+        train_dataloader=[torch.zeros(1)],
+        eval_dataloader=[torch.zeros(1)] if metrics else None,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=lambda model, batch: (
+            sum(p.sum() * 0 for p in model.parameters())
+            + (losses[trainer.state.global_step - first] if losses else 0.0)
+        ),
+        eval_fn=lambda model, loader: metrics[trainer.state.global_step - first - 1],
+        callbacks=[callback, Watch()],
+    )
+    trainer.state.global_step = first
+    result = trainer.train()
+    decided.stopped = result.global_step if result.stopped != "Watch" else None
+    assert trainer.callbacks.failures == {}
+    return decided
+
+
+@pytest.fixture(params=["embedded", "huggingface", "plain"])
+def shape(request: pytest.FixtureRequest) -> str:
+    """Each shape of a host; see `replay`."""
+    return str(request.param)
+
+
+@pytest.fixture(name="replay", scope="session")
+def _replay() -> Callable[..., Decided]:
+    """Plays losses or evaluations to a callback; see there."""
+    return replay

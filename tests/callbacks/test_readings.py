@@ -70,10 +70,11 @@ def test_a_metric_goes_by_its_name_or_by_that_of_evaluations() -> None:
 
 def test_pending_values_are_read_in_order_and_once() -> None:
     pending = Pending()
-    running = torch.tensor(1.0)
+    running = torch.tensor(1.0, requires_grad=True)
     for step, value in enumerate([running, 2, np.float64(3.0), torch.tensor([4.0])]):
         pending.add(step, value)
-    running += 10
+    with torch.no_grad():
+        running += 10
     assert len(pending) == 4
     assert pending.read() == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]
     assert pending.read() == []
