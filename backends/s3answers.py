@@ -1,12 +1,13 @@
-"""What S3 answers, as boto3 would give it: the few headers and elements that are used here."""
+"""What S3 answers, as boto3 would give it: the few headers and elements that are used here; and the one document that it is sent."""
 
 from __future__ import annotations
 
 import datetime
 import email.utils
+import html
 import io
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -125,6 +126,54 @@ def parse_error(document: bytes) -> tuple[str, str]:
     if "Code" not in found and root.find("Error") is not None:
         found = {child.tag: child.text or "" for child in root.find("Error") or ()}
     return found.get("Code", "").strip(), found.get("Message", "")
+
+
+def format_parts(parts: Iterable[Mapping[str, Any]]) -> bytes:
+    """The body that ends an upload in parts, each as boto3 takes it."""
+    elements = [
+        f"<Part>{''.join([f'<{name}>{html.escape(str(value), quote=False)}</{name}>' for name, value in part.items()])}</Part>"
+        for part in parts
+    ]
+    space = "http://s3.amazonaws.com/doc/2006-03-01/"
+    return f'<CompleteMultipartUpload xmlns="{space}">{"".join(elements)}</CompleteMultipartUpload>'.encode()
+
+
+def parse_begun(document: bytes) -> dict[str, Any]:
+    """The answer to the beginning of an upload in parts.
+
+    Raises:
+        NoStoreError: it is none.
+    """
+    found = _fields(document, "InitiateMultipartUploadResult")
+    if not found.get("UploadId"):
+        raise NoStoreError(200, "an UploadId")
+    return {"UploadId": found["UploadId"]}
+
+
+def parse_completed(document: bytes) -> dict[str, Any] | None:
+    """The answer to the end of an upload in parts; None if it is an error, which S3 may notice only after it has answered 200.
+
+    Raises:
+        NoStoreError: it is neither.
+    """
+    if any(parse_error(document.strip())):
+        return None
+    found = _fields(document, "CompleteMultipartUploadResult")
+    if not found.get("ETag"):
+        raise NoStoreError(200, "an ETag")
+    return {name: found[name] for name in ("ETag", "ChecksumCRC64NVME", "ChecksumType") if found.get(name)}
+
+
+def _fields(document: bytes, name: str) -> dict[str, str]:
+    """What stands in the outermost element, which must be called so."""
+    try:
+        # While S3 is at work it sends blanks.
+        root = ET.fromstring(document.strip())
+    except ET.ParseError as error:
+        raise NoStoreError(200, f"a <{name}>") from error
+    if root.tag.rpartition("}")[2] != name:
+        raise NoStoreError(200, f"a <{name}>")
+    return {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
 
 
 def parse_page(document: bytes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The client behind `s3.py`: one per process, single tries, renewed when its credentials have expired.
 
-boto3 resolves and configures all, and makes the requests that manage; those that move data are `s3data`'s where nothing stands against it.
+boto3's session resolves and configures all. The requests that move data are `s3data`'s where nothing stands against it; those that manage are boto3's client's,
+which is made when the first of them comes, or at once where the settings are not ordinary: see `s3place`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ckptmgr.backends.profiles import Profile, profile_of
 from ckptmgr.backends.s3answers import distrust
 from ckptmgr.backends.s3data import DataCalls, ElsewhereError
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
+from ckptmgr.backends.s3place import Place, endpoint_of
 from ckptmgr.core.errors import BackendError, ConfigError
 
 # What stores say to checksum headers that they do not know. Google's interop signs them and then finds its own signature wrong.
@@ -91,10 +93,8 @@ botocore.auth.AUTH_TYPE_MAPS[_SIGNER] = _Signer
 class _Opened:
     """What one process has open."""
 
-    def __init__(self, client: Any, profile: Profile, data: DataCalls | None, clock: _Clock) -> None:
-        self.client = client
-        self.profile = profile
-        self.endpoint = str(client.meta.endpoint_url)
+    def __init__(self, made: _Made, data: DataCalls | None, clock: _Clock) -> None:
+        self.made = made
         self._data = data
         self._clock = clock
 
@@ -114,7 +114,7 @@ class _Opened:
         body = arguments.get("Body")
         if isinstance(body, FileBody):
             body.rewind()
-        return dict(getattr(self.client, operation)(**arguments))
+        return dict(getattr(self.made.client(), operation)(**arguments))
 
 
 class S3Client:
@@ -153,12 +153,12 @@ class S3Client:
     @property
     def profile(self) -> Profile:
         """What is known in advance of the store, and what the user says of it."""
-        return self._open().profile
+        return self._open().made.profile
 
     @property
     def endpoint(self) -> str:
         """Where requests go."""
-        return self._open().endpoint
+        return self._open().made.endpoint
 
     def request(self, operation: str, path: str, /, **arguments: Any) -> dict[str, Any]:
         """One request; `operation` is a method of boto3's client, `path` is for messages.
@@ -166,7 +166,7 @@ class S3Client:
         The `Body` of `get_object` is an `http.Answer`, or botocore's stream: see `receive`.
         """
         opened = self._open()
-        with s3_errors(operation, path, opened.endpoint):
+        with s3_errors(operation, path, opened.made.endpoint):
             try:
                 return opened(operation, arguments)
             except botocore.exceptions.ClientError as error:
@@ -200,7 +200,7 @@ class S3Client:
         return answer
 
     def _client(self) -> Any:
-        return self._open().client
+        return self._open().made.client()
 
     def _open(self) -> _Opened:
         # By process: a forked child must not share its parent's sockets.
@@ -214,16 +214,20 @@ class S3Client:
         return opened
 
     def _make(self) -> _Opened:
-        with _uncollected():
-            made = _Made(self._config, self._options, self._clock)
+        made = _Made(self._config, self._options, self._clock)
         if self._takes_crc is None:
             self._takes_crc = {"none": False, "crc64nvme": True}.get(made.profile.checksum)
         data = None
         if self._options.engine == "auto":
             data = DataCalls(
-                made.client, made.credentials, ca_bundle=made.ca_bundle, sign_payload=self._options.sign_payload
+                made.client,
+                made.credentials,
+                made.place,
+                limits_s=(self._config["connect_timeout"], self._config["read_timeout"]),
+                ca_bundle=made.ca_bundle,
+                sign_payload=self._options.sign_payload,
             )
-        return _Opened(made.client, made.profile, data, self._clock)
+        return _Opened(made, data, self._clock)
 
     def _forget(self, opened: _Opened) -> None:
         with self._lock, contextlib.suppress(KeyError):
@@ -251,15 +255,46 @@ def _may_be_the_checksums(error: BackendError) -> bool:
 
 
 class _Made:
-    """boto3's client with what it is made of.
+    """What boto3 makes of the user's settings.
 
     Attributes:
+        endpoint: where requests go.
+        profile: of the store there.
+        place: where its buckets are; None if the client is to be asked.
         credentials: renew themselves, or are None.
         ca_bundle: a file of certificates that the user wants trusted.
-        profile: of the store at its endpoint.
     """
 
-    def __init__(self, overrides: dict[str, Any], options: StoreOptions, clock: _Clock) -> None:
+    def __init__(self, config: dict[str, Any], options: StoreOptions, clock: _Clock) -> None:
+        self._overrides, self._options, self._clock = config, options, clock
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self.place: Place | None = None
+        with _opening():
+            self._session = boto3.session.Session()
+            settings = self._session._session
+            endpoint = endpoint_of(settings, config) if options.engine == "auto" else None
+            if endpoint is None:
+                client = self.client()
+                self.endpoint = str(client.meta.endpoint_url)
+                self.profile = profile_of("s3", self.endpoint, options)
+            else:
+                self.endpoint = endpoint.url
+                self.profile = profile_of("s3", self.endpoint, options)
+                self.place = Place.of(endpoint, self.profile, f"{settings.user_agent()} ckptmgr")
+            self.credentials = self._session.get_credentials()
+            bundle = settings.get_config_variable("ca_bundle")
+        self.ca_bundle: str | None = bundle or os.environ.get("REQUESTS_CA_BUNDLE")
+
+    def client(self) -> Any:
+        """boto3's client, which the first call makes."""
+        if self._client is None:
+            with self._lock, _opening(), _uncollected():
+                if self._client is None:
+                    self._client = self._make()
+        return self._client
+
+    def _make(self) -> Any:
         config: dict[str, Any] = {
             "retries": {"total_max_attempts": 1, "mode": "standard"},
             "max_pool_connections": 32,
@@ -268,40 +303,43 @@ class _Made:
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             "user_agent_extra": "ckptmgr",
-            **overrides,
+            **self._overrides,
         }
-        try:
-            with s3_errors("open", "", "the configured endpoint"):
-                session = boto3.session.Session()
-                self.client = session.client("s3", config=Config(**config))
-                if "@" in self.client.meta.endpoint_url.partition("://")[2].partition("/")[0]:
-                    # It would be in messages and logs. Not echoed here either.
-                    raise ConfigError(
-                        "the S3 endpoint must not carry credentials",
-                        hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-                    )
-                self.profile = profile_of("s3", self.client.meta.endpoint_url, options)
-                more: dict[str, Any] = {}
-                if self.profile.addressing != "auto" and "s3" not in overrides:
-                    config["s3"] = {"addressing_style": self.profile.addressing}
-                if self.profile.region and session.region_name is None and "region_name" not in overrides:
-                    more["region_name"] = self.profile.region
-                if more or ("s3" in config and "s3" not in overrides):
-                    self.client = session.client("s3", config=Config(**config), **more)
-                self.credentials = session.get_credentials()
-                bundle = session._session.get_config_variable("ca_bundle")
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
-        self.ca_bundle: str | None = bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-        _sign_no_payload_over_tls(self.client, options)
-        events = self.client.meta.events
+        client = self._session.client("s3", config=Config(**config))
+        endpoint = str(client.meta.endpoint_url)
+        if "@" in endpoint.partition("://")[2].partition("/")[0]:
+            # It would be in messages and logs. Not echoed here either.
+            raise ConfigError(
+                "the S3 endpoint must not carry credentials", hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        profile = profile_of("s3", endpoint, self._options)
+        more: dict[str, Any] = {}
+        if profile.addressing != "auto" and "s3" not in self._overrides:
+            config["s3"] = {"addressing_style": profile.addressing}
+        if profile.region and self._session.region_name is None and "region_name" not in self._overrides:
+            more["region_name"] = profile.region
+        if more or ("s3" in config and "s3" not in self._overrides):
+            client = self._session.client("s3", config=Config(**config), **more)
+        _sign_no_payload_over_tls(client, self._options)
+        events = client.meta.events
         events.register_first("choose-signer.s3", _choose_signer)
-        events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: clock}))
+        events.register("before-sign.s3", lambda request, **kwargs: request.context.update({_CLOCK: self._clock}))
         events.register("before-send.s3", _mark_as_sending)
         events.register_last("before-call.s3", _do_not_wait_for_leave)
-        distrust(self.client)
+        distrust(client)
+        return client
+
+
+@contextlib.contextmanager
+def _opening() -> Iterator[None]:
+    """Errors of reading the user's settings, translated."""
+    try:
+        with s3_errors("open", "", "the configured endpoint"):
+            yield
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot open S3: {error}", hint="check AWS_ENDPOINT_URL") from error
 
 
 def _sign_no_payload_over_tls(client: Any, options: StoreOptions) -> None:

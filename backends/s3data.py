@@ -1,7 +1,7 @@
 """The requests that move data, as signed HTTP of our own: boto3 takes milliseconds of processor for each, this some hundred microseconds.
 
-Where a bucket is (host, path, region, scheme) and how requests to it are signed is asked of botocore, once per bucket, so that endpoints, addressing
-and regions are decided in one place. A bucket with another kind of signature, behind a proxy, or somewhere else than botocore thought stays with boto3.
+Where a bucket is (host, path, region, scheme) and how requests to it are signed is known in the ordinary cases (`s3place`), and otherwise asked of boto3's
+client, once per bucket. A bucket with another kind of signature, behind a proxy, or somewhere else than botocore thought stays with boto3.
 What goes wrong is raised as botocore would: one table tells what it means, and no caller sees who made the request.
 """
 
@@ -14,6 +14,7 @@ import re
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,21 +28,35 @@ from ckptmgr.backends.answers import NoStoreError
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.http import Answer, HttpPool
 from ckptmgr.backends.options import SignPayload
-from ckptmgr.backends.s3answers import check_range, parse_error, parse_headers, parse_page
+from ckptmgr.backends.s3answers import (
+    check_range,
+    format_parts,
+    parse_begun,
+    parse_completed,
+    parse_error,
+    parse_headers,
+    parse_page,
+)
+from ckptmgr.backends.s3errors import client_error
+from ckptmgr.backends.s3place import BucketUrl, Place
 from ckptmgr.backends.sigv4 import EMPTY_SHA256, UNSIGNED, Keys, Signer, encode_path, encode_query
 
 # method, and the name of the operation in botocore's errors
 _OPERATIONS = {
     "put_object": ("PUT", "PutObject"),
+    "create_multipart_upload": ("POST", "CreateMultipartUpload"),
     "upload_part": ("PUT", "UploadPart"),
+    "complete_multipart_upload": ("POST", "CompleteMultipartUpload"),
     "get_object": ("GET", "GetObject"),
     "head_object": ("HEAD", "HeadObject"),
     "list_objects_v2": ("GET", "ListObjectsV2"),
     "delete_object": ("DELETE", "DeleteObject"),
 }
 _HEADERS = {
+    "ChecksumAlgorithm": "x-amz-checksum-algorithm",
     "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
     "ChecksumMode": "x-amz-checksum-mode",
+    "ChecksumType": "x-amz-checksum-type",
     "IfMatch": "if-match",
     "IfNoneMatch": "if-none-match",
     "Range": "range",
@@ -93,18 +108,31 @@ class Target:
 
 
 class DataCalls:
-    """The data calls of one boto3 client. Safe from any thread.
+    """The data calls of one opened store. Safe from any thread.
 
     Args:
-        client: made by `s3client`; tells where buckets are.
+        client: gives boto3's client, which tells where buckets are that are not in `place`.
         credentials: botocore's, which renew themselves.
+        place: where buckets are, in the ordinary cases.
+        limits_s: seconds for a connection to come about, and without a byte.
         ca_bundle: a file with the certificates to trust; None for botocore's own.
         sign_payload: whether bodies are signed; `auto` does without over TLS and within this machine, where a CRC goes along.
     """
 
-    def __init__(self, client: Any, credentials: Any, *, ca_bundle: str | None, sign_payload: SignPayload) -> None:
+    def __init__(
+        self,
+        client: Callable[[], Any],
+        credentials: Any,
+        place: Place | None,
+        *,
+        limits_s: tuple[float, float],
+        ca_bundle: str | None,
+        sign_payload: SignPayload,
+    ) -> None:
         self._client = client
         self._credentials = credentials
+        self._place = place
+        self._limits_s = limits_s
         self._ca_bundle = ca_bundle
         self._sign_payload = sign_payload
         self._targets: dict[str, Target | None] = {}
@@ -113,7 +141,6 @@ class DataCalls:
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
         self._capturing = threading.local()
-        client.meta.events.register_last("before-send.s3.HeadObject", self._capture)
 
     def target(self, operation: str, bucket: str) -> Target | None:
         """Where such a request goes; None if it is boto3's."""
@@ -143,12 +170,21 @@ class DataCalls:
             HttpError: no answer, or none that can be understood.
         """
         method, name = _OPERATIONS[operation]
-        head, body = self._head(method, target, arguments, offset_s)
+        head, body = self._head(operation, target, arguments, offset_s)
         answer = target.pool.request(head, body, is_head=method == "HEAD")
         if not 200 <= answer.status < 300:
             raise self._refused(answer, name, arguments["Bucket"], target)
         if operation == "list_objects_v2":
             return parse_page(answer.read(_MOST_PAGE_BYTES))
+        if operation == "create_multipart_upload":
+            return parse_begun(answer.read(_MOST_ERROR_BYTES))
+        if operation == "complete_multipart_upload":
+            document = answer.read(_MOST_ERROR_BYTES)
+            completed = parse_completed(document)
+            if completed is None:
+                # As botocore: the answer had begun before the store failed.
+                raise client_error(name, 500, answer.headers, *parse_error(document.strip()))
+            return completed
         parsed = parse_headers(answer.headers, is_of_object=operation in ("get_object", "head_object"))
         if operation == "get_object":
             try:
@@ -181,19 +217,26 @@ class DataCalls:
     # --- the request ------------------------------------------------------------------------------------------------------
 
     def _head(
-        self, method: str, target: Target, arguments: dict[str, Any], offset_s: float
+        self, operation: str, target: Target, arguments: dict[str, Any], offset_s: float
     ) -> tuple[bytes, bytes | FileBody | None]:
-        key, body = arguments.get("Key"), arguments.get("Body")
+        method, key, body = _OPERATIONS[operation][0], arguments.get("Key"), arguments.get("Body")
         path = target.prefix if key is None else f"{target.prefix}/{encode_path(key)}"
         headers, query = {"host": target.host}, []
         if key is None:
             query = [("list-type", "2"), ("encoding-type", "url")]
+        elif operation == "create_multipart_upload":
+            query = [("uploads", "")]
         for argument, value in arguments.items():
             if argument in _HEADERS:
                 headers[_HEADERS[argument]] = value
             elif argument in _QUERY:
                 query.append((_QUERY[argument], str(value)))
-        payload = EMPTY_SHA256 if body is None else self._payload(target, body, headers)
+        if operation == "complete_multipart_upload":
+            # The checksum among the headers is the object's, and says nothing of this body.
+            body = format_parts(arguments["MultipartUpload"]["Parts"])
+            payload = hashlib.sha256(body).hexdigest()
+        else:
+            payload = EMPTY_SHA256 if body is None else self._payload(target, body, headers)
         frozen = self._credentials.get_frozen_credentials()
         keys = Keys(frozen.access_key, frozen.secret_key, frozen.token)
         path, text = path or "/", encode_query(query)
@@ -225,39 +268,64 @@ class DataCalls:
     # --- where buckets are ------------------------------------------------------------------------------------------------
 
     def _find(self, bucket: str) -> Target | None:
-        config = self._client.meta.config
+        found = None if self._place is None else self._place.find(bucket)
+        if self._place is None or found is None:
+            return self._ask(bucket)
+        if self._credentials is None:
+            raise botocore.exceptions.NoCredentialsError
+        return self._target(found, self._place.agent, proxies=None, signs=None)
+
+    def _ask(self, bucket: str) -> Target | None:
+        """As boto3's client says."""
         # Directory buckets have sessions of their own, access points signatures of their own; neither is a plain name.
-        if ":" in bucket or bucket.endswith("--x-s3") or config.client_cert or config.proxies_config:
+        if ":" in bucket or bucket.endswith("--x-s3"):
             return None
-        request = self._made_request(bucket)
+        client = self._client()
+        config = client.meta.config
+        if config.client_cert or config.proxies_config:
+            return None
+        request = self._made_request(client, bucket)
         url = urlsplit(request.url)
         scope = _SCOPE.match(_text(request.headers.get("Authorization", "")))
         ending = f"/{_PROBE_KEY}"
         if scope is None or url.query or not url.path.endswith(ending) or url.scheme not in ("http", "https"):
             return None
-        proxies = config.proxies if config.proxies is not None else botocore.utils.get_environ_proxies(request.url)
-        if not url.hostname or proxies.get(url.scheme):
-            return None
+        found = BucketUrl(
+            scheme=url.scheme, netloc=url.netloc, prefix=url.path.removesuffix(ending), region=scope["region"]
+        )
         agent = _text(request.headers.get("User-Agent", "ckptmgr"))
         signs = (config.s3 or {}).get("payload_signing_enabled")
+        return self._target(found, agent, proxies=config.proxies, signs=signs)
+
+    def _target(
+        self, found: BucketUrl, agent: str, *, proxies: dict[str, str] | None, signs: bool | None
+    ) -> Target | None:
+        """The target there, unless a proxy is in between: one of `proxies`, or of the environment where that is None."""
+        url = urlsplit(f"{found.scheme}://{found.netloc}{found.prefix}/{_PROBE_KEY}")
+        if proxies is None:
+            proxies = botocore.utils.get_environ_proxies(url.geturl())
+        if not url.hostname or proxies.get(url.scheme):
+            return None
         if signs is None:
             is_protected = url.scheme == "https" or _is_loopback(url.hostname)
             signs = self._sign_payload == "always" or (self._sign_payload == "auto" and not is_protected)
         return Target(
             pool=self._pool(url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)),
-            prefix=url.path.removesuffix(ending),
+            prefix=found.prefix,
             host=url.netloc.rpartition("@")[2],
             head=f"accept-encoding: identity\r\nuser-agent: {agent}\r\n",
-            signer=Signer(scope["region"]),
+            signer=Signer(found.region),
             signs_payload=bool(signs),
         )
 
-    def _made_request(self, bucket: str) -> Any:
+    def _made_request(self, client: Any, bucket: str) -> Any:
         """A request of botocore's to the bucket, signed and not sent."""
+        # Under the name it is registered once, however often it is.
+        client.meta.events.register_last("before-send.s3.HeadObject", self._capture, unique_id="ckptmgr-capture")
         self._capturing.request = None
         self._capturing.is_on = True
         try:
-            self._client.head_object(Bucket=bucket, Key=_PROBE_KEY)
+            client.head_object(Bucket=bucket, Key=_PROBE_KEY)
         finally:
             self._capturing.is_on = False
         return self._capturing.request
@@ -271,12 +339,12 @@ class DataCalls:
     def _pool(self, scheme: str, host: str, port: int) -> HttpPool:
         pool = self._pools.get((scheme, host, port))
         if pool is None:
-            config = self._client.meta.config
+            connect_s, stall_s = self._limits_s
             pool = self._pools[scheme, host, port] = HttpPool(
                 host,
                 port,
-                connect_s=config.connect_timeout,
-                stall_s=config.read_timeout,
+                connect_s=connect_s,
+                stall_s=stall_s,
                 context=self._tls_context() if scheme == "https" else None,
             )
         return pool
@@ -308,18 +376,7 @@ class DataCalls:
         if status in (301, 302, 307, 308) or code in _ELSEWHERE or (status == 400 and name == "HeadObject" and region):
             self.moved(bucket, target)
             return ElsewhereError(code)
-        refused: Exception = botocore.exceptions.ClientError(
-            {
-                "Error": {"Code": code, "Message": message},
-                "ResponseMetadata": {
-                    "HTTPStatusCode": status,
-                    "HTTPHeaders": headers,
-                    "RequestId": headers.get("x-amz-request-id", ""),
-                },
-            },
-            name,
-        )
-        return refused
+        return client_error(name, status, headers, code, message)
 
 
 class _Nothing:

@@ -94,6 +94,22 @@ _WORDS = {
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
 
 
+def client_error(name: str, status: int, headers: dict[str, str], code: str, message: str) -> Exception:
+    """The error that botocore would raise for an answer of `status` to the operation `name`."""
+    refused: Exception = bc.ClientError(
+        {
+            "Error": {"Code": code, "Message": message},
+            "ResponseMetadata": {
+                "HTTPStatusCode": status,
+                "HTTPHeaders": headers,
+                "RequestId": headers.get("x-amz-request-id", ""),
+            },
+        },
+        name,
+    )
+    return refused
+
+
 @contextlib.contextmanager
 def s3_errors(operation: str, path: str, endpoint: str) -> Iterator[None]:
     """Raise any error of botocore, of our own requests or of the network in the body as one of ours; ours pass."""

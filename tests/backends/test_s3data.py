@@ -16,6 +16,7 @@ from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.s3 import S3Backend
 from ckptmgr.core.errors import (
     AccessDeniedError,
+    BackendError,
     ObjectNotFoundError,
     PermanentBackendError,
     TransientBackendError,
@@ -34,10 +35,10 @@ def by_boto3(seen: Any) -> bool:
 
 
 def test_data_goes_without_boto3(s3: ServerStore, tmp_path: Path) -> None:
-    """All data calls; boto3 makes those that begin and end an upload. With `engine="boto3"` it makes all."""
+    """All data calls, and those that begin and end an upload; boto3's client is not even made. With `engine="boto3"` it makes all."""
     source = tmp_path / "f"
     source.write_bytes(os.urandom(PART_BYTES + 1))
-    for options, others in ((StoreOptions(), {"POST"}), (StoreOptions(engine="boto3"), None)):
+    for options, is_boto3s in ((StoreOptions(), False), (StoreOptions(engine="boto3"), True)):
         backend = S3Backend(store_options=options, multipart_threshold=PART_BYTES, part_bytes=PART_BYTES)
         s3.server.log.clear()
         backend.pipe_file(s3.at("k"), b"1")
@@ -49,7 +50,8 @@ def test_data_goes_without_boto3(s3: ServerStore, tmp_path: Path) -> None:
         assert backend.info(s3.at("k"))["size"] == 1
         backend.rm_file(s3.at("k"))
         for seen in s3.server.log:
-            assert by_boto3(seen) is (others is None or seen.method in others), seen
+            assert by_boto3(seen) is is_boto3s, seen
+        assert (backend._s3._open().made._client is None) is not is_boto3s
 
 
 def test_a_bucket_that_is_elsewhere(s3: ServerStore) -> None:
@@ -133,6 +135,52 @@ def test_an_error_is_the_same_whoever_met_it(s3: ServerStore) -> None:
             told.append((type(caught.value), str(caught.value), vars(caught.value)))
     half = len(told) // 2
     assert told[:half] == told[half:]
+
+
+_BEGUN = b"<InitiateMultipartUploadResult><UploadId>%s</UploadId></InitiateMultipartUploadResult>"
+_ENDED = (
+    b"<CompleteMultipartUploadResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>%s</CompleteMultipartUploadResult>"
+)
+
+
+@pytest.mark.parametrize(
+    ("operation", "status", "document"),
+    [
+        ("create_multipart_upload", 200, _BEGUN % b"u&amp;1"),
+        ("create_multipart_upload", 200, _BEGUN % b""),
+        ("create_multipart_upload", 200, b"<html/>"),
+        ("create_multipart_upload", 200, b""),
+        ("create_multipart_upload", 503, b"<Error><Code>SlowDown</Code><Message>m</Message></Error>"),
+        ("complete_multipart_upload", 200, _ENDED % b'<ETag>"e-1"</ETag>'),
+        (
+            "complete_multipart_upload",
+            200,
+            b"<?xml version='1.0'?>\n   \n"
+            + _ENDED
+            % b"<ETag>e</ETag><ChecksumCRC64NVME>AAAAAAAAAAA=</ChecksumCRC64NVME><ChecksumType>FULL_OBJECT</ChecksumType>",
+        ),
+        ("complete_multipart_upload", 200, _ENDED % b""),
+        ("complete_multipart_upload", 200, b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"),
+        ("complete_multipart_upload", 200, b"<Error><Code>NoSuchUpload</Code><Message>m</Message></Error>"),
+        ("complete_multipart_upload", 404, b"<Error><Code>NoSuchUpload</Code><Message>m</Message></Error>"),
+        ("complete_multipart_upload", 412, b"<Error><Code>PreconditionFailed</Code><Message>m</Message></Error>"),
+        ("complete_multipart_upload", 200, b"<html/>"),
+    ],
+)
+def test_uploads_begin_and_end_as_with_boto3(s3: ServerStore, operation: str, status: int, document: bytes) -> None:
+    """The same answer, or the same error: also of an end that fails only after its answer has begun."""
+    arguments: dict[str, Any] = {"Bucket": s3.bucket, "Key": "k"}
+    if operation == "complete_multipart_upload":
+        arguments |= {"UploadId": "u", "MultipartUpload": {"Parts": [{"PartNumber": 1, "ETag": '"1"'}]}}
+    told: list[Any] = []
+    for options in (StoreOptions(), StoreOptions(engine="boto3")):
+        s3.server.faults.add(Fault(method="POST", status=status, document=document))
+        try:
+            answer = S3Backend(store_options=options)._s3.request(operation, s3.at("k"), **arguments)
+            told.append({name: answer.get(name) for name in ("UploadId", "ETag", "ChecksumCRC64NVME", "ChecksumType")})
+        except BackendError as error:
+            told.append((type(error), getattr(error, "code", None), getattr(error, "status", None)))
+    assert told[0] == told[1]
 
 
 def test_no_access_without_credentials(s3: ServerStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import ssl
@@ -104,7 +105,7 @@ def test_configured_out(amazon: Callable[..., None]) -> None:
     ):
         assert target_of(client=S3Client(config)) is None
     assert S3Client(options=StoreOptions(engine="boto3"))._open()._data is None
-    assert data_of(S3Client()).target("create_multipart_upload", "bkt") is None
+    assert data_of(S3Client()).target("delete_objects", "bkt") is None
     assert target_of() is not None
 
 
@@ -225,6 +226,24 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "put nothing": ("put_object", {"Body": b"", "ChecksumCRC64NVME": CRC}),
     "part": ("upload_part", {"Body": DATA, "UploadId": "u+/=~2", "PartNumber": 7, "ChecksumCRC64NVME": CRC}),
+    "begin": ("create_multipart_upload", {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}),
+    "begin kept as": ("create_multipart_upload", {"ServerSideEncryption": "AES256", "StorageClass": "STANDARD_IA"}),
+    "end": (
+        "complete_multipart_upload",
+        {
+            "UploadId": "u+/=~2",
+            "MultipartUpload": {
+                "Parts": [{"PartNumber": n, "ETag": '"<&>"', "ChecksumCRC64NVME": CRC} for n in (1, 2)]
+            },
+            "ChecksumCRC64NVME": CRC,
+            "ChecksumType": "FULL_OBJECT",
+            "IfNoneMatch": "*",
+        },
+    ),
+    "end of a plain one": (
+        "complete_multipart_upload",
+        {"UploadId": "u", "MultipartUpload": {"Parts": [{"PartNumber": 1, "ETag": '"1"'}]}},
+    ),
     "get": ("get_object", {}),
     "range": ("get_object", {"Range": "bytes=3-9", "IfMatch": '"etag-2"'}),
     "head": ("head_object", {"ChecksumMode": "ENABLED"}),
@@ -245,7 +264,8 @@ def test_requests_are_those_of_boto3(monkeypatch: pytest.MonkeyPatch, style: Any
             with pytest.raises(TransientBackendError, match="not sent"):
                 ours.request(operation, "bkt/k", Bucket="bkt", Key=key, **arguments)
             own, sent.last = sent.last, None
-            boto3s.request(operation, "bkt/k", Bucket="bkt", Key=key, **arguments)
+            with contextlib.suppress(TransientBackendError):  # what `Sent` answers is no answer to some
+                boto3s.request(operation, "bkt/k", Bucket="bkt", Key=key, **arguments)
             assert own == sent.last, name
 
 
