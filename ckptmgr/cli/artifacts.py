@@ -10,7 +10,7 @@ import typer
 from ckptmgr.cli.artifact_output import artifact_json, emit_store, emit_versions, metrics_text, row_json
 from ckptmgr.cli.command import Command, Group, local_directory
 from ckptmgr.cli.looking import Json
-from ckptmgr.cli.moving import Bar, metric_of
+from ckptmgr.cli.moving import Bar, FollowLinks, metric_of
 from ckptmgr.cli.output import count, emit, emit_json, say, size, warn, when
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
@@ -96,6 +96,7 @@ def push(
     meta: Annotated[
         list[str] | None, typer.Option("--meta", metavar="K=V", help="Anything to keep with it, several times.")
     ] = None,
+    follow_links: FollowLinks = False,
     as_json: Json = False,
 ) -> None:
     """Commit a directory, or one file, as the next version of an artifact, and print which, once it is in the store.
@@ -115,6 +116,7 @@ def push(
             source=source,
             metrics=metrics,
             metadata=metadata,
+            follow_links=follow_links,
             described=lambda manifest: bar.started(manifest, "local"),
             moved=bar.moved,
         )

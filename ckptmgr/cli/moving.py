@@ -37,6 +37,12 @@ class Invocation:
         return context.find_object(cls) or cls()
 
 
+FollowLinks = Annotated[
+    bool,
+    typer.Option(
+        "--follow-links", help="Take what links lead to, also out of the folder that DIR lies in; weights always."
+    ),
+]
 _RESUME_EPILOG = """\b
 Examples:
   ckptmgr resume s3://bucket/exp/run
@@ -293,6 +299,7 @@ def push(
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", metavar="T", help="Also point this tag at it.")] = None,
     new_attempt: Annotated[bool, typer.Option("--new-attempt", help="Begin a further attempt of the run.")] = False,
+    follow_links: FollowLinks = False,
     as_json: Json = False,
 ) -> None:
     """Commit a directory as a checkpoint, and print its id once it is in the store."""
@@ -302,7 +309,7 @@ def push(
 
     metrics = dict(metric_of(text) for text in metric or ())
     directory = local_directory(directory)
-    at = check_pushable(directory, step=step, tag=tag)
+    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links)
     run = RunDirectory.open_or_create(run_url)
     with Bar() as bar:
         pushed = execute(
@@ -312,6 +319,7 @@ def push(
             metrics=metrics,
             tag=tag,
             new_attempt=new_attempt,
+            follow_links=follow_links,
             described=lambda manifest: bar.started(manifest, "local"),
             moved=bar.moved,
         )

@@ -57,6 +57,7 @@ def push_artifact(
     source: str | Origin | None = None,
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
     described: Callable[[Manifest], None] = lambda manifest: None,
     moved: Callable[[int], None] | None = None,
 ) -> Artifact:
@@ -73,6 +74,7 @@ def push_artifact(
         source: the checkpoint that it was made from, as `RUN[@SELECTOR]` or as a value.
         metrics: of this version, for `prune --keep-best`.
         metadata: anything that JSON can hold, kept in the manifest.
+        follow_links: also those that lead out of the folder that `path` lies in, and are no weights.
         described: called with the manifest once the files have been read, before anything is sent.
         moved: called with the number of bytes sent since the last call.
 
@@ -84,7 +86,7 @@ def push_artifact(
         BackendError: the store failed; what was sent is kept for the repeat.
     """
     where = artifact_url(url)
-    pushed = _Pushed.of(Path(path))
+    pushed = _Pushed.of(Path(path), follow_links=follow_links)
     pushed.refuse_target(where)
     names = tuple(dict.fromkeys(check_tag(tag) for tag in tags))
     if version is not None:
@@ -127,10 +129,11 @@ def push_artifact(
 class _Pushed:
     """What is pushed: a directory or one file, and once read, its entries."""
 
-    def __init__(self, place: Path, root: Path, name: str | None) -> None:
+    def __init__(self, place: Path, root: Path, name: str | None, *, follow_links: bool) -> None:
         self.place = place
         self.root = root
         self._name = name
+        self._follow_links = follow_links
         self.files: tuple[FileEntry, ...] = ()
 
     @property
@@ -138,7 +141,7 @@ class _Pushed:
         return content_id(self.files)
 
     @classmethod
-    def of(cls, path: Path) -> _Pushed:
+    def of(cls, path: Path, *, follow_links: bool) -> _Pushed:
         """`path` to be pushed; not read yet.
 
         Raises:
@@ -146,8 +149,8 @@ class _Pushed:
         """
         place = Path(os.path.abspath(path))
         if place.is_dir():
-            storable_files(place)
-            return cls(place, place, None)
+            storable_files(place, follow_links=follow_links)
+            return cls(place, place, None, follow_links=follow_links)
         if not place.is_file():
             what = "is neither a file nor a directory" if os.path.lexists(place) else "does not exist"
             raise ConfigError(f"{place} {what}", hint="give the directory, or the file, to keep")
@@ -155,7 +158,7 @@ class _Pushed:
             layout.check_relative_path(place.name)
         except ManifestError as exc:
             raise ConfigError(f"no store is given a file with the name {place.name!r}", hint="rename it") from exc
-        return cls(place, place.parent, place.name)
+        return cls(place, place.parent, place.name, follow_links=follow_links)
 
     def refuse_target(self, url: str) -> None:
         """Raise ConfigError if the artifact at `url` lies in what is pushed: each version would hold all earlier ones."""
@@ -171,7 +174,7 @@ class _Pushed:
             SourceChangedError: something was written to meanwhile.
         """
         if self._name is None:
-            self.files = describe(self.root, workers=DIGESTING)
+            self.files = describe(self.root, workers=DIGESTING, follow_links=self._follow_links)
         else:
             self.files = (FileEntry.of(self._name, digest_file(self.place)),)
 

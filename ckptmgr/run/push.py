@@ -66,7 +66,7 @@ def step_of(directory: Path, given: int | None) -> int:
     )
 
 
-def check_pushable(directory: Path, *, step: int | None, tag: str | None) -> int:
+def check_pushable(directory: Path, *, step: int | None, tag: str | None, follow_links: bool = False) -> int:
     """Refuse what can be refused before a store is opened or a byte is read; returns the step.
 
     Raises:
@@ -77,7 +77,7 @@ def check_pushable(directory: Path, *, step: int | None, tag: str | None) -> int
         raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
     if tag is not None:
         tag_key(tag)
-    storable_files(directory)
+    storable_files(directory, follow_links=follow_links)
     return step_of(Path(os.path.abspath(directory)), step)
 
 
@@ -89,6 +89,7 @@ def push(
     metrics: Mapping[str, float] | None = None,
     tag: str | None = None,
     new_attempt: bool = False,
+    follow_links: bool = False,
     journal: Journal | None = None,
     described: Callable[[Manifest], None] = lambda manifest: None,
     moved: Callable[[int], None] | None = None,
@@ -99,6 +100,7 @@ def push(
     its journal behind; repeating it sends only what is missing.
 
     Args:
+        follow_links: also those that lead out of the folder that `directory` lies in.
         described: called with the manifest once the directory has been read, before anything is sent.
 
     Raises:
@@ -106,10 +108,10 @@ def push(
         SourceChangedError: a file changed or vanished meanwhile; no manifest was written, what was sent is kept for the repeat.
         BackendError: the store failed; the journal's entry stays pending.
     """
-    at = check_pushable(directory, step=step, tag=tag)
+    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links)
     directory = Path(os.path.abspath(directory))
     journal = journal or Journal(journal_root(run.url), makes_root=True)
-    files = describe(directory, workers=DIGESTING)
+    files = describe(directory, workers=DIGESTING, follow_links=follow_links)
     history = run.history()
     content = content_id(files)
     # In the whole lineage, not in the highest attempt alone: saved again there, an old step would be the newest of the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.layout import Stem
+from ckptmgr.run.identity import new_uuid
+from ckptmgr.run.intake import take
+from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 
@@ -59,3 +65,88 @@ def test_k031_some_files_that_fail_for_good(
     assert store.snapshot("run/checkpoints/") == {
         f"run/checkpoints/{stem}/{name}": data for name, data in FIFTY.items()
     }
+
+
+# --- K066 -----------------------------------------------------------------------------------------------------------------
+
+# What cannot be stored, and what the refusal says of it.
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "loop": (lambda path: path.symlink_to("."), "a link to a folder"),
+    "up": (lambda path: path.symlink_to(".."), "a link to a folder"),
+    "broken": (lambda path: path.symlink_to("nowhere"), "a broken link"),
+    "itself": (lambda path: path.symlink_to("itself"), "a broken link"),
+    "pipe": (os.mkfifo, "neither a file nor a folder"),
+    "secret": (lambda path: path.symlink_to("/etc/hostname"), "leads out of the run's folder, to /etc/hostname"),
+}
+
+
+@pytest.fixture
+def linked(tree: Tree, tmp_path: Path) -> Path:
+    """A checkpoint whose weights are a link into a cache beside it, in the folder of a run."""
+    directory = tree("run/checkpoint-100", {"optimizer.pt": b"optimizer", "sub/notes.txt": b"notes"})
+    (directory.parent / "blobs").mkdir()
+    (directory.parent / "blobs/abc").write_bytes(b"the weights")
+    (directory / "model.safetensors").symlink_to("../blobs/abc")
+    return directory
+
+
+LINKED = {"model.safetensors": b"the weights", "optimizer.pt": b"optimizer", "sub/notes.txt": b"notes"}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_k066_what_is_no_file_is_named_before_anything_is_sent(
+    make_store: MakeStore, linked: Path, cli_here: Cli, what: str
+) -> None:
+    """A link that loops or leads up, a broken one, a pipe, and one that leads out of the run's folder: refused with its name and not followed, at once,
+    as a checkpoint and as an artifact; no run is made."""
+    store = make_store("oss")
+    make, says = ODD[what]
+    make(linked / "sub" / what)
+    for words in (["push", linked, f"{store.url}/run"], ["artifact", "push", linked, f"{store.url}/final"]):
+        refused = cli_here(*words)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"{linked}/sub/{what} is " in refused.stderr
+        assert says in refused.stderr
+    assert store.keys() == []
+
+
+def test_k066_a_trainers_folder_is_taken_as_a_push_takes_it(linked: Path, tmp_path: Path) -> None:
+    """By hard link into the local tier: the weights are there, a link that leads out is refused, and nothing is left of the try."""
+    tier = LocalTier.open_or_create(tmp_path / "disk", uuid=new_uuid())
+    stem = Stem(1, 100, 1, "00000001")
+    assert (take(tier, linked, stem) / "model.safetensors").read_bytes() == b"the weights"
+    (linked / "secret").symlink_to("/etc/hostname")
+    with pytest.raises(ConfigError, match="leads out"):
+        take(tier, linked, Stem(1, 100, 2, "00000002"))
+    assert [path.name for path in (tmp_path / "disk/checkpoints").iterdir()] == [f"{stem}.partial"]
+
+
+@pytest.mark.parametrize("kind", ["local", "oss"])
+def test_k066_linked_weights_are_stored(
+    make_store: MakeStore, linked: Path, ask: Ask, tmp_path: Path, kind: str
+) -> None:
+    """What they lead to is in the store and comes down as a file, beside the run or elsewhere; so do the files of a hub cache's snapshot, and with
+    `--follow-links` everything."""
+    store = make_store(kind)
+    run = f"{store.url}/run"
+
+    def push(directory: Path, *options: str) -> dict[str, bytes]:
+        stem = ask("push", directory, run, "--step", "100", *options)["id"]
+        to = Path(ask("resume", run, f"id:{stem}", "--to", tmp_path / stem)["path"])
+        assert not any(path.is_symlink() for path in to.rglob("*"))
+        return {path.relative_to(to).as_posix(): path.read_bytes() for path in to.rglob("*") if path.is_file()}
+
+    assert push(linked) == LINKED
+    (tmp_path / "elsewhere").write_bytes(b"other weights")
+    (linked / "base.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert push(linked) == LINKED | {"base.safetensors": b"other weights"}
+    (linked / "secret").symlink_to("/etc/hostname")
+    assert push(linked, "--follow-links")["secret"] == Path("/etc/hostname").read_bytes()
+
+    snapshot = tmp_path / "models--tiny/snapshots/1234"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--tiny/blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "models--tiny/blobs" / name[:4]).write_bytes(name.encode())
+        (snapshot / name).symlink_to(f"../../blobs/{name[:4]}")
+    assert push(snapshot) == {name: name.encode() for name in ("config.json", "model.safetensors")}

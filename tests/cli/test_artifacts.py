@@ -20,7 +20,7 @@ MakeStore = Callable[[str], Store]
 PushSteps = Callable[..., list[str]]
 
 OPTIONS = {
-    "push": ["--version", "--tag", "--from", "--metric", "--meta", "--json"],
+    "push": ["--version", "--tag", "--from", "--metric", "--meta", "--follow-links", "--json"],
     "pull": ["--to", "--only", "--replace", "--json"],
     "ls": ["--check", "--json"],
     "show": ["--json"],

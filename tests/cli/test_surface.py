@@ -31,7 +31,7 @@ OPTIONS = {
     "show": ["--json"],
     "verify": ["--quick", "--sample", "--json"],
     "resume": ["--to", "--local-dir", "--or-start", "--strict", "--replace", "--refuse-drift", "--json"],
-    "push": ["--step", "--metric", "--tag", "--new-attempt", "--json"],
+    "push": ["--step", "--metric", "--tag", "--new-attempt", "--follow-links", "--json"],
     "pull": ["--to", "--only", "--replace", "--json"],
     "drain": ["--json"],
     "status": ["--json"],
