@@ -25,6 +25,7 @@ from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.core.conditions import Conditions, drift_names
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.run.conditions import refused_by_environment
+from ckptmgr.training.agreeing import with_all_ranks
 from ckptmgr.training.arguments import TrainingArguments, continues_stopped
 from ckptmgr.training.data_position import DataPosition
 from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
@@ -199,16 +200,17 @@ class Trainer(EdgeWork):
         Args:
             resume_from: the directory of a checkpoint, as `ckptmgr resume` prints it. A process that its COMMAND starts again goes on from what was saved
                 since then, by the manager of the callbacks. After `manager.restore(trainer.pieces())`, and for a
-                second call, it is not needed: training goes on from where the trainer is.
+                second call, it is not needed: training goes on from where the trainer is. With several ranks all of them give one, of the same checkpoint.
 
         Raises:
+            ConflictError: ranks were given different checkpoints, or some of them none.
             IncompatibleStateError: the checkpoint does not fit.
             ConfigError: the loader is empty.
             SystemExit: after a preemption, from a callback that knows the exit code.
         """
-        resume = None if not resume_from else newest(Path(resume_from), self.callbacks.manager)
+        resume = newest(Path(resume_from) if resume_from else None, self.callbacks.manager)
         if resume is not None:
-            self.restore(resume)
+            with_all_ranks(lambda: self.restore(resume))
         first_step = self.state.global_step
         self._plan()
         self._watch_out(self.callbacks.preemption)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -289,3 +290,55 @@ def exact_bits() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+_RANK = """
+import faulthandler, json, os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+faulthandler.dump_traceback_later(100, exit=True)
+rank, _file = int(sys.argv[1]), sys.argv[2]
+del sys.argv[1:3]
+torch.set_num_threads(1)
+def join():
+    dist.init_process_group("gloo", init_method=f"file://{_file}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+"""
+_END_OF_RANK = """
+print()
+print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
+"""
+
+
+@pytest.fixture(scope="session")
+def in_two_ranks(_no_real_cloud: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Runs a program as two ranks, processes of their own, and returns what each has in `found` in the end, as JSON.
+
+    The program has `rank`, calls `join()` to set torch.distributed up, and finds what it is given in `sys.argv[1:]`.
+    """
+
+    def run(program: str, *arguments: object, timeout_s: float = 110) -> list[Any]:
+        file = tmp_path_factory.mktemp("ranks") / "file"
+        words = [sys.executable, "-c", _RANK + program + _END_OF_RANK]
+        processes = [
+            subprocess.Popen(
+                [*words, str(rank), str(file), *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], said
+        return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+    return run

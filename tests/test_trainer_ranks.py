@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-DEADLINE_S = 120.0
-
 RANK = """
-import json, os, signal, sys
-import torch
-import torch.distributed as dist
+import signal
 from ckptmgr.callbacks import Callback
 from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training.preemption import Preemption
 
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-torch.set_num_threads(1)
+join()
 
 class Watching(Callback):
     def __init__(self):
@@ -67,10 +58,7 @@ def run(at, on_rank, sizes, own_eval):
     return {"step": result.global_step, "interrupted": result.interrupted, "saves": watching.saves, "seen": seen,
             "source": notice and notice.source}
 
-print(json.dumps([run(*scenario) for scenario in json.loads(sys.argv[3])]))
-sys.stdout.flush()
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
+found = [run(*scenario) for scenario in json.loads(sys.argv[1])]
 """
 
 EQUAL, UNEQUAL = [30, 30], [30, 33]
@@ -84,24 +72,9 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found(in_two_ranks: Callable[..., list[Any]]) -> dict[str, list[dict[str, Any]]]:
     """What each rank did in each scenario."""
-    file = tmp_path_factory.mktemp("ranks") / "file"
-    arguments = [sys.executable, "-c", RANK]
-    processes = [
-        subprocess.Popen(
-            [*arguments, str(rank), str(file), json.dumps(list(SCENARIOS.values()))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=DEADLINE_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    ranks = [json.loads(out) for out, _ in outputs]
+    ranks = in_two_ranks(RANK, json.dumps(list(SCENARIOS.values())))
     return {name: [ranks[0][i], ranks[1][i]] for i, name in enumerate(SCENARIOS)}
 
 

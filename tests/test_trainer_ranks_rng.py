@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-DEADLINE_S = 120.0
-
 RANK = """
-import json, os, random, sys
+import random
 from pathlib import Path
 import numpy as np
-import torch
-import torch.distributed as dist
 from ckptmgr.callbacks import Callback
 from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training.rank_rng import gather_rng
 from ckptmgr.training.state import capture, restore, write
 
-rank, file, root = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-torch.set_num_threads(1)
+root = Path(sys.argv[1])
+join()
 found = {}
 
 def seed(offset):
@@ -91,31 +82,13 @@ resumed, resumed_weights, report = train(resume_from=root / "trainer")
 found["trainer"] = {
     "whole": steps, "resumed": resumed, "weights": weights, "resumed_weights": resumed_weights, "notes": list(report.notes)
 }
-print(json.dumps(found))
-sys.stdout.flush()
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(in_two_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    root = tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(root / "file"), str(root)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=DEADLINE_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return in_two_ranks(RANK, tmp_path_factory.mktemp("saved"))
 
 
 def test_each_rank_gets_its_own_states_back(found: list[dict[str, Any]]) -> None:

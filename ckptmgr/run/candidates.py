@@ -128,6 +128,7 @@ def candidates(
                 f"{run.url} does not have checkpoint {here[0]} yet: it is only in {tier.root}",
                 hint=f"upload it first: `ckptmgr drain {tier.root}`",
                 empty=False,
+                only_in=str(tier.root),
             )
         raise nothing_committed(run, history)
     if selector.kind == "latest":

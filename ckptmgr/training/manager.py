@@ -33,13 +33,14 @@ from ckptmgr.training.checking import (
     require_seconds,
     step_of,
 )
+from ckptmgr.training.choosing import Chooser
 from ckptmgr.training.conditions import combined, present
 from ckptmgr.training.parent import parent_of
 from ckptmgr.training.places import open_places, refuse_one_place
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.report import CloseReport, ManagerStatus
-from ckptmgr.training.restoring import MEMORY, Restored, Restoring
+from ckptmgr.training.restoring import MEMORY, Ready, Restored, Restoring
 from ckptmgr.training.saving import Facts, Saver
 from ckptmgr.training.session import Session, Settings, begin_session, warn_of_shortage
 from ckptmgr.transfer.alarm import FailureBudget
@@ -50,6 +51,7 @@ from ckptmgr.transfer.tidying import Retention
 
 logger = logging.getLogger(__name__)
 TRANSFER_ENV = "CKPTMGR_TRANSFER"
+_PIECES_HINT = 'give the pieces by name, such as {"model": model, "optimizer": optimizer}'
 
 
 class CheckpointManager:
@@ -157,12 +159,15 @@ class CheckpointManager:
         )
         self._on_existing = on_existing
         self._stop = threading.Event()
-        self._restoring = Restoring(
+        chooser = Chooser(
             self._open,
             self.local_dir,
+            url=self.url,
             new_lineage=on_existing == "new-lineage",
-            refused=drift_names(refuse_drift) | refused_by_environment(),
+            drain_s=close_timeout_s,
         )
+        refused = drift_names(refuse_drift) | refused_by_environment()
+        self._restoring = Restoring(chooser, self.local_dir, refused=refused)
         self._described = Conditions()
         self._session: Session | None = None
         self._report: CloseReport | None = None
@@ -197,10 +202,13 @@ class CheckpointManager:
             DriftError: something that was to be refused is not as it was; nothing was loaded.
             IncompatibleStateError: the checkpoint does not fit; `state` may be partly loaded.
         """
-        self._refuse_if_begun()
-        require("state", state, Mapping, 'give the pieces by name, such as {"model": model, "optimizer": optimizer}')
-        now = present(self._described, state)
-        return self._restoring.restore(state, selector, strict=strict, now=now, refused=drift_names(refuse_drift))
+
+        def ready() -> Ready:
+            self._refuse_if_begun()
+            require("state", state, Mapping, _PIECES_HINT)
+            return present(self._described, state), drift_names(refuse_drift)
+
+        return self._restoring.restore(state, selector, strict=strict, ready=ready)
 
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
@@ -211,8 +219,7 @@ class CheckpointManager:
         Raises:
             ConflictError, CkptmgrError, DriftError: as `restore`.
         """
-        self._refuse_if_begun()
-        return self._restoring.path(selector, now=self.conditions)
+        return self._restoring.path(selector, ready=self._ready)
 
     def newer_than(self, directory: str | os.PathLike[str]) -> Path | None:
         """What to resume from instead of `directory`, put on disk as by `resume_path`; None if `directory` is right.
@@ -220,8 +227,11 @@ class CheckpointManager:
         Within `ckptmgr resume RUN -- COMMAND`, CKPTMGR_RESUME_FROM is what was the newest, or was asked for, when COMMAND began. A process that COMMAND
         starts again (`torchrun --max-restarts`) finds the same path there: what was saved since then is the one to go on from.
         """
+        return self._restoring.newer_than(Path(os.path.abspath(directory)), ready=self._ready)
+
+    def _ready(self) -> Ready:
         self._refuse_if_begun()
-        return self._restoring.newer_than(Path(os.path.abspath(directory)), now=self.conditions)
+        return self.conditions, frozenset()
 
     def _refuse_if_begun(self) -> None:
         if self._session is not None:
@@ -341,7 +351,7 @@ class CheckpointManager:
             ConfigError: `state` holds something that cannot be saved: a mistake in the program.
             CkptmgrError: with `on_save_error="raise"`, this save failed, or one before it did in the background.
         """
-        require("state", state, Mapping, 'give the pieces by name, such as {"model": model, "optimizer": optimizer}')
+        require("state", state, Mapping, _PIECES_HINT)
         if self._restoring.memory:
             state = {**state, MEMORY: dict(self._restoring.memory)}
         facts = self._facts(step, epoch, metrics, reasons, metric_modes, pieces=state)
@@ -516,10 +526,10 @@ class CheckpointManager:
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[RunDirectory, LocalTier]:
+    def _open(self, stop: threading.Event | None = None) -> tuple[RunDirectory, LocalTier]:
         settings = self._settings
         return open_places(
-            self.url, self.local_dir, retry=settings.retry, stop=self._stop, wrap_backend=settings.wrap_backend
+            self.url, self.local_dir, retry=settings.retry, stop=stop or self._stop, wrap_backend=settings.wrap_backend
         )
 
     def _modes(self) -> Mapping[str, str]:

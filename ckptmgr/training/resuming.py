@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.conditions import Conditions, Drift
-from ckptmgr.core.errors import CheckpointNotFoundError, ConflictError, ManifestError
+from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConflictError, ManifestError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.ancestry import is_copy
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.training import state as training_state
+from ckptmgr.training.agreeing import on_all_ranks
 from ckptmgr.training.conditions import compare_or_refuse, log_report, present, unknown, with_drift
-from ckptmgr.training.ranks import can_agree, gather_bytes, is_main_process, rank, world_size
+from ckptmgr.training.ranks import can_agree, world_size
 
 _log = logging.getLogger(__name__)
 
@@ -64,23 +65,39 @@ def manifest_of(directory: Path) -> Manifest | None:
     return manifest if is_copy(directory.parent if directory.is_file() else directory, manifest) else None
 
 
-def newest(directory: Path, manager: Any) -> Path:
-    """What to resume from when `directory` was asked for: see `CheckpointManager.newer_than`. A collective with several ranks: rank 0 chooses.
+def newest(directory: Path | None, manager: Any) -> Path | None:
+    """What to resume from when `directory` was asked for, or nothing was: see `CheckpointManager.newer_than`. A collective with several ranks.
 
     Args:
+        directory: each rank's own path, of the same checkpoint.
         manager: the `CheckpointManager`; anything else has no say.
 
     Raises:
-        ConflictError: rank 0 has something newer, on a disk that this rank does not see.
+        ConflictError: ranks were given different checkpoints, or some of them none.
+        CkptmgrError: what is newer could not be had; the same on all ranks.
     """
-    ask = getattr(manager, "newer_than", None)
     if world_size() > 1 and not can_agree():
         return directory
-    chosen = ask(directory) if callable(ask) and is_main_process() else None
-    found = Path(os.fsdecode(gather_bytes(os.fsencode(chosen or directory))[0]))
-    if found == directory or found.exists():
-        return found
-    raise ConflictError(
-        f"rank 0 goes on from {found}, which is not on the disk of rank {rank()}",
-        hint="end all processes and run `ckptmgr resume` again on every machine",
-    )
+    ask = getattr(manager, "newer_than", None)
+    given = on_all_ranks(lambda: ("" if directory is None else _id_of(directory) or "?", callable(ask)))
+    ids = [each for each, _ in given]
+    if directory is not None and all(ids):
+        if all(asks for _, asks in given):
+            found: Path | None = ask(directory) if ask is not None else None
+            if found is not None:
+                return found
+        elif any(asks for _, asks in given):
+            _log.warning("only some ranks have a manager of checkpoints: nobody asks for what is newer")
+    if len({each for each in ids if each != "?"}) > 1 or ("" in ids and any(ids)):
+        told = ", ".join(f"rank {number}: {each or 'nothing'}" for number, each in enumerate(ids))
+        raise ConflictError(
+            f"the ranks were told to go on from different checkpoints ({told})",
+            hint="give all of them the same one, such as `ckptmgr resume RUN id:ID` on every machine",
+        )
+    return directory
+
+
+def _id_of(directory: Path) -> str | None:
+    with contextlib.suppress(CkptmgrError, OSError):
+        return read_sidecar(directory).manifest.id
+    return None

@@ -387,20 +387,18 @@ def test_dead_workers_are_reported_in_a_wait_only(watch: Callable[..., Preemptio
 # --- several ranks ------------------------------------------------------------------------------------------------------------
 
 RANK = """
-import json, os, signal, sys, time
-import torch.distributed as dist
+import signal, time
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training import ranks
-rank, file = int(sys.argv[1]), sys.argv[2]
 preemption = Preemption(grace_s=60.0 + 20 * rank, repeat_s=0.0, signals=[signal.SIGUSR2, signal.SIGTERM])
 preemption.install()
 alone = preemption.agreed()
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+join()
 assert ranks.same_on_all_ranks(5) and not ranks.same_on_all_ranks(rank)
 assert [ranks.any_rank(rank == 1), ranks.any_rank(False)] == [True, False]
 waited = None
 for edge in range(100):
-    for number, signals in json.loads(sys.argv[3]).items():
+    for number, signals in json.loads(sys.argv[1]).items():
         if edge == 3:
             [os.kill(os.getpid(), each) for each in signals if int(number) == rank]
     with preemption.waiting():  # never left: the other rank would wait for ever
@@ -410,44 +408,23 @@ for edge in range(100):
         break
 again = preemption.agreed()
 left = notice.deadline - time.monotonic()
-print(json.dumps({"edge": edge, "source": notice.source, "left": left, "save": preemption.save_wanted, "same": again == notice,
-                  "alone": alone, "remaining": preemption.remaining_s()}))
-sys.stdout.flush()
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
+found = {"edge": edge, "source": notice.source, "left": left, "save": preemption.save_wanted, "same": again == notice,
+         "alone": alone, "remaining": preemption.remaining_s()}
 """
 
 
-def run_ranks(signals: dict[int, list[int]], file: Path) -> list[dict[str, Any]]:
-    """Two ranks in processes of their own, which get signals at their edge 3; what each found."""
-    arguments = [sys.executable, "-c", RANK]
-    processes = [
-        subprocess.Popen(
-            [*arguments, str(rank), str(file), json.dumps(signals)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=DEADLINE_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [json.loads(out) for out, _ in outputs]
-
-
-def test_ranks_stop_at_the_same_edge(tmp_path: Path) -> None:
+def test_ranks_stop_at_the_same_edge(in_two_ranks: Callable[..., list[Any]]) -> None:
     """One gets the signal; both have the same source, about the same time left, and go on agreeing without asking again."""
-    found = run_ranks({1: [signal.SIGTERM]}, tmp_path / "ranks")
+    found = in_two_ranks(RANK, json.dumps({1: [signal.SIGTERM]}))
     assert [each["edge"] for each in found] == [3, 3]
     assert [each["source"] for each in found] == ["sigterm", "sigterm"]
     assert all(70 < each["left"] <= 80 and 67 < each["remaining"] <= 77 for each in found)
     assert all(each["save"] and each["same"] and each["alone"] is None for each in found)
 
 
-def test_the_earliest_deadline_of_all_ranks_wins(tmp_path: Path) -> None:
+def test_the_earliest_deadline_of_all_ranks_wins(in_two_ranks: Callable[..., list[Any]]) -> None:
     """And whether to save is the same everywhere, too."""
-    found = run_ranks({0: [signal.SIGUSR2], 1: [signal.SIGTERM, signal.SIGTERM]}, tmp_path / "ranks")
+    found = in_two_ranks(RANK, json.dumps({0: [signal.SIGUSR2], 1: [signal.SIGTERM, signal.SIGTERM]}))
     assert [each["source"] for each in found] == ["sigusr2", "sigusr2"]
     assert all(50 < each["left"] <= 60 for each in found)
     assert [each["save"] for each in found] == [False, False]
