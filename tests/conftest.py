@@ -21,7 +21,7 @@ from ckptmgr.testing.identities import ADMIN
 
 if TYPE_CHECKING:
     # Importing moto takes longer than most tests; only those that want a server pay for it.
-    from ckptmgr.testing.servers import MotoServer, OssServer, WeedServer
+    from ckptmgr.testing.servers import MotoServer, OssServer, StoreServer, WeedServer
     from ckptmgr.testing.stores import Store
 
 # Port 9 (discard) refuses: a client that was not pointed at a test store fails at once instead of finding a real one.
@@ -32,6 +32,7 @@ _REMOVED = (
     *("OSS_CNAME", "OSS_INTERNAL", "OSS_SIGNATURE_VERSION"),
 )
 _REMOVED_PREFIXES = ("CKPTMGR_", "ALIBABA_CLOUD_")
+_servers: list[StoreServer] = []
 _with_faults: list[MotoServer | OssServer] = []
 
 
@@ -96,12 +97,19 @@ def _s3_models_parsed_once() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _known(server: StoreServer) -> Iterator[None]:
+    _servers.append(server)
+    yield
+    _servers.remove(server)
+
+
 @pytest.fixture(scope="session")
 def moto_server(_no_real_cloud: None, _s3_models_parsed_once: None) -> Iterator[MotoServer]:
     """S3 by moto, with faults and a log."""
     from ckptmgr.testing.servers import MotoServer
 
-    with MotoServer() as server:
+    with MotoServer() as server, _known(server):
         _with_faults.append(server)
         yield server
         _with_faults.remove(server)
@@ -112,7 +120,7 @@ def oss_server(_no_real_cloud: None) -> Iterator[OssServer]:
     """The OSS dialect, with faults and a log."""
     from ckptmgr.testing.servers import OssServer
 
-    with OssServer() as server:
+    with OssServer() as server, _known(server):
         _with_faults.append(server)
         yield server
         _with_faults.remove(server)
@@ -123,7 +131,7 @@ def weed_server(_no_real_cloud: None, _s3_models_parsed_once: None) -> Iterator[
     """SeaweedFS, a real S3 that checks signatures, checksums and conditional writes."""
     from ckptmgr.testing.servers import WeedServer
 
-    with WeedServer() as server:
+    with WeedServer() as server, _known(server):
         yield server
 
 
@@ -144,9 +152,12 @@ def _full_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bucket_name() -> str:
-    """A bucket name that no other test uses; the bucket is not created."""
-    return f"bkt-{uuid.uuid4().hex[:12]}"
+def bucket_name() -> Iterator[str]:
+    """A bucket name that no other test uses; the bucket is not created. What is in it is forgotten after the test: all together fills memory and disk."""
+    name = f"bkt-{uuid.uuid4().hex[:12]}"
+    yield name
+    for server in _servers:
+        server.remove_bucket(name)
 
 
 def _make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Store:

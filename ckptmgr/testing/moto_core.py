@@ -189,15 +189,24 @@ class MotoCore:
         model = self._bucket(bucket)
         return model.multiparts.get(upload_id) if model is not None else None
 
+    def remove_bucket(self, name: str) -> None:
+        """Forget a bucket, so that its bytes do not stay in this process; nothing happens when there is none."""
+        with self._one_at_a_time:
+            where = moto_models.s3_backends.bucket_accounts.pop(self._tag + name, None)
+            if where is None:
+                return
+            partition, account = where
+            bucket = moto_models.s3_backends[account][partition].buckets.pop(self._tag + name, None)
+            if bucket is not None:
+                stored = [version for key in bucket.keys for version in bucket.keys.getlist(key)]
+                for one in [*stored, *bucket.multiparts.values()]:
+                    if hasattr(one, "dispose"):
+                        one.dispose()
+
     def close(self) -> None:
-        """Forget all buckets, so that their bytes do not stay in this process."""
-        backends = moto_models.s3_backends
+        """Forget all buckets."""
         for name in self.list_buckets():
-            partition, account = backends.bucket_accounts.pop(self._tag + name)
-            bucket = backends[account][partition].buckets.pop(self._tag + name, None)
-            for part in [*(bucket.keys.values() if bucket else ()), *(bucket.multiparts.values() if bucket else ())]:
-                if hasattr(part, "dispose"):
-                    part.dispose()
+            self.remove_bucket(name)
 
 
 def _unescape(encoded: bytes) -> str:

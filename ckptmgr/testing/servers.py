@@ -83,6 +83,10 @@ class StoreServer(ABC):
         """Make sure that an empty bucket, or this bucket, exists."""
 
     @abstractmethod
+    def remove_bucket(self, name: str) -> None:
+        """Forget a bucket and all that is in it, so that it takes no more room; nothing happens when there is none."""
+
+    @abstractmethod
     def raw_get(self, bucket: str, key: str) -> bytes:
         """The stored bytes, by another path than a backend's.
 
@@ -209,6 +213,10 @@ class _MemoryServer(StoreServer):
         self._core.call("PUT", name)
         if self._core.call("HEAD", name).status != 200:
             raise RuntimeError(f"bucket {name} was not created")
+
+    def remove_bucket(self, name: str) -> None:
+        """Forget the bucket."""
+        self._core.remove_bucket(name)
 
     def raw_get(self, bucket: str, key: str) -> bytes:
         """The stored bytes."""
@@ -346,6 +354,12 @@ class WeedServer(StoreServer):
         """Make the bucket; nothing happens when it is there."""
         with contextlib.suppress(self._s3.exceptions.BucketAlreadyExists, self._s3.exceptions.BucketAlreadyOwnedByYou):
             self._s3.create_bucket(Bucket=name)
+            self._process.make_room(name)
+
+    def remove_bucket(self, name: str) -> None:
+        """Remove the bucket; weed frees its volume."""
+        with contextlib.suppress(self._s3.exceptions.NoSuchBucket):
+            self._s3.delete_bucket(Bucket=name)
 
     def raw_get(self, bucket: str, key: str) -> bytes:
         """The stored bytes."""

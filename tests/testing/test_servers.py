@@ -78,6 +78,21 @@ class TestRawAccess:
         upload = s3.create_multipart_upload(Bucket=bucket_name, Key="a/b")["UploadId"]
         assert server.raw_uploads(bucket_name) == {upload: "a/b"}
 
+    def test_a_removed_bucket_is_gone_with_all_its_versions_and_parts(
+        self, server: StoreServer, s3: Any, bucket_name: str
+    ) -> None:
+        s3.put_bucket_versioning(Bucket=bucket_name, VersioningConfiguration={"Status": "Enabled"})
+        for data in (b"1", b"2" * (6 << 20)):
+            s3.put_object(Bucket=bucket_name, Key="a", Body=data)
+        upload = s3.create_multipart_upload(Bucket=bucket_name, Key="b")["UploadId"]
+        s3.upload_part(Bucket=bucket_name, Key="b", UploadId=upload, PartNumber=1, Body=b"3" * (6 << 20))
+        server.remove_bucket(bucket_name)
+        server.remove_bucket(bucket_name)
+        assert refusal(s3.get_object, Bucket=bucket_name, Key="a") == (404, "NoSuchBucket")
+        server.create_bucket(bucket_name)
+        assert server.raw_keys(bucket_name) == []
+        assert server.raw_uploads(bucket_name) == {}
+
 
 class TestChecksums:
     @pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "SHA256", "CRC64NVME"])
