@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from ckptmgr.callbacks.base import ARGUMENTS, EVENTS, Callback, Priority, name_of
-from ckptmgr.core.errors import CkptmgrError, ConfigError, IncompatibleStateError
+from ckptmgr.callbacks import huggingface_states, privilege
+from ckptmgr.callbacks.background import Background
+from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of
+from ckptmgr.callbacks.hooks import CallHook, caller, find_hook
+from ckptmgr.callbacks.isolation import Failures
+from ckptmgr.callbacks.timings import Timing, summary
+from ckptmgr.core.errors import ConfigError, IncompatibleStateError
 
 _log = logging.getLogger(__name__)
 
@@ -22,27 +25,37 @@ _FLAGS = (
 )
 # Once per training, where nothing waits: begin looks at the store and end drains uploads, both take as long as they take.
 _UNHURRIED = {"on_init_end", "on_train_begin", "on_train_end", "on_exception"}
+# After the last of them that comes before a save, its decisions are all made.
+_BEFORE_SAVES = {"on_step_end", "on_evaluate", "on_evaluate_end", "on_epoch_end"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """How long one callback took in one event: number of calls, their sum and the longest, in seconds."""
+@dataclass(slots=True)
+class _Hook:
+    """One hook of one callback, and how long it takes."""
 
-    calls: int = 0
-    total_s: float = 0.0
-    max_s: float = 0.0
+    call: CallHook
+    timing: Timing = field(default_factory=Timing)
+    warned_at: float = float("-inf")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Entry:
-    """One callback and what is known about it. Compared by identity: two equal callbacks are two."""
+    """One callback and what is known about it. Compared by identity: two equal callbacks are two.
+
+    Attributes:
+        callback: as it was added.
+        target: what has the hooks: the callback, or what runs it beside the training.
+        is_present: not removed: a running event skips what a hook before it has removed.
+        hooks: by event, as they are found; None where there is nothing to call.
+    """
 
     callback: Any
+    target: Any
     priority: int
     name: str
-    timings: dict[str, Timing] = field(default_factory=dict)
-    warned_at: dict[str, float] = field(default_factory=dict)
-    failures: int = 0
+    failures: Failures
+    is_present: bool = True
+    hooks: dict[str, _Hook | None] = field(default_factory=dict)
 
 
 class CallbackManager(Callback):
@@ -50,11 +63,17 @@ class CallbackManager(Callback):
 
     Callbacks are `Callback`s or any objects with `on_…` methods, such as Hugging Face's. Hooks are called by keyword; a hook without
     `**kwargs` gets the arguments it names. One that raises is logged with the event and the step and counted, and the others and the training
-    go on, unless it is `critical`. Everything runs in the calling thread; not thread-safe.
+    go on, unless it is `critical`. Hooks run in the calling thread, but for callbacks that were added with `run_async`; not thread-safe.
+
+    In Hugging Face's Trainer, which keeps the states of its own callbacks only, the states of these are in `trainer_state.json`, and come back
+    when training resumes.
 
     Args:
         callbacks: added in this order.
         slow_s: a call longer than this is warned about, at most once a minute per callback and event.
+        most_failures: a callback that fails so often in a row in one event is disabled, and this is said; `on_train_end` and `on_exception` still
+            reach it. None: none is.
+        debug: report callbacks that change `state`, which is the trainer's; slow. None: as CKPTMGR_DEBUG_CALLBACKS says.
         clock: seconds from any origin, never backwards.
 
     Attributes:
@@ -66,14 +85,43 @@ class CallbackManager(Callback):
     critical = True
 
     def __init__(
-        self, callbacks: Iterable[Any] = (), *, slow_s: float = 0.1, clock: Callable[[], float] = time.perf_counter
+        self,
+        callbacks: Iterable[Any] = (),
+        *,
+        slow_s: float = 0.1,
+        most_failures: int | None = 20,
+        debug: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.slow_s = slow_s
         self.stopped_by: str | None = None
+        self._most_failures = most_failures
+        self._watch = privilege.Watch() if (privilege.is_asked_for() if debug is None else debug) else None
         self._clock = clock
+        self._began: float | None = None
+        self._is_nested = False
         self._entries: tuple[_Entry, ...] = ()
         for callback in callbacks:
             self.add(callback)
+
+    @classmethod
+    def from_config(cls, source: Any, *, manager: Any = None, **options: Any) -> CallbackManager:
+        """The callbacks that a configuration names: `ckptmgr.yaml`, its JSON, or the same as a mapping. See `ckptmgr.callbacks.configuration`.
+
+        Args:
+            source: a path, or a mapping.
+            manager: the manager of checkpoints for a `SaveModelCallback`; by default the one that the configuration describes.
+            options: of this class.
+
+        Raises:
+            ConfigError: a mistake in it, with its place and what is allowed.
+        """
+        from ckptmgr.callbacks.configuration import callbacks_of
+
+        made = cls(**options)
+        for callback, how in callbacks_of(source, manager=manager):
+            made.add(callback, **how)
+        return made
 
     @property
     def callbacks(self) -> tuple[Any, ...]:
@@ -94,23 +142,45 @@ class CallbackManager(Callback):
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many calls of each callback raised; only those that have any."""
-        return {key: entry.failures for key, entry in self._named().items() if entry.failures}
+        """How many calls of each callback raised, those of nested managers included; only those that have any."""
+        return {key: entry.failures.count for key, entry in self._leaves().items() if entry.failures.count}
+
+    @property
+    def disabled(self) -> tuple[str, ...]:
+        """The callbacks that are left out because they did nothing but fail (`most_failures`)."""
+        return tuple(key for key, entry in self._leaves().items() if entry.failures.is_disabled)
 
     @property
     def timings(self) -> dict[str, dict[str, Timing]]:
-        """Times by callback and event; hooks that are no-ops are not called and not listed."""
-        return {key: dict(entry.timings) for key, entry in self._named().items()}
+        """Times by callback and event, those of nested managers included; hooks that are no-ops are not called and not listed. Of `run_async`, what
+        handing over took."""
+        return {
+            key: {event: hook.timing for event, hook in entry.hooks.items() if hook is not None and hook.timing.calls}
+            for key, entry in self._leaves().items()
+        }
 
-    def add(self, callback: Any) -> None:
+    def add(
+        self,
+        callback: Any,
+        *,
+        name: str | None = None,
+        priority: int | None = None,
+        run_async: bool = False,
+    ) -> None:
         """Add a callback, or an instance of a callback class. From inside a hook: it takes part from the next event on.
 
+        Args:
+            name: what it is called in logs and in saved state; by default its own `name`, or its class.
+            priority: in place of its own; smaller numbers run first.
+            run_async: run it in a thread of its own, so that training never waits for it: see `ckptmgr.callbacks.background`. For callbacks that
+                watch: what it sets in `control` has no effect.
+
         Raises:
-            ConfigError: `callback` has no `on_…` method, or is in already.
+            ConfigError: `callback` has no `on_…` method, or is in already; or is critical, with `run_async`.
         """
         if isinstance(callback, type):
             callback = callback()
-        if not any(name.startswith("on_") for name in dir(callback)):
+        if not any(attribute.startswith("on_") for attribute in dir(callback)):
             raise ConfigError(
                 f"{callback!r} has no on_… method", hint="derive from Callback, or name the hooks as it does"
             )
@@ -118,8 +188,15 @@ class CallbackManager(Callback):
             raise ConfigError(
                 f"the callback {name_of(callback)} was added already", hint="make a second instance of it"
             )
+        failures = Failures(name or name_of(callback), self._most_failures)
+        if isinstance(callback, CallbackManager):
+            callback._is_nested = True
         entry = _Entry(
-            callback=callback, priority=int(getattr(callback, "priority", Priority.NORMAL)), name=name_of(callback)
+            callback=callback,
+            target=Background(callback, failures) if run_async else callback,
+            priority=int(getattr(callback, "priority", Priority.NORMAL) if priority is None else priority),
+            name=failures.name,
+            failures=failures,
         )
         # sorted is stable: equal priorities stay in the order they were added. A new tuple: a running dispatch keeps the old one.
         self._entries = tuple(sorted((*self._entries, entry), key=lambda each: each.priority))
@@ -130,12 +207,14 @@ class CallbackManager(Callback):
         Raises:
             ConfigError: nothing like it is in.
         """
-        kept = tuple(entry for entry in self._entries if not _is(entry.callback, callback))
-        if len(kept) == len(self._entries):
+        gone = [entry for entry in self._entries if _is(entry.callback, callback)]
+        if not gone:
             raise ConfigError(
                 f"no callback {callback!r} to remove", hint="present: " + (", ".join(self._named()) or "none")
             )
-        self._entries = kept
+        for entry in gone:
+            entry.is_present = False
+        self._entries = tuple(entry for entry in self._entries if entry.is_present)
 
     def call(self, event: str, **arguments: Any) -> Any:
         """Call the hook `event` of every callback that has it, in order.
@@ -150,20 +229,32 @@ class CallbackManager(Callback):
             SystemExit: a hook asks for the end of the process; in `on_train_end`, all others were called before it is raised.
         """
         _fill_alias(arguments, "processing_class", "tokenizer")
+        control, state = arguments.get("control"), arguments.get("state")
+        if event == "on_train_begin":
+            self._began = self._clock()
+            self._take_up(state)
         ending: SystemExit | None = None
         for entry in self._entries:
-            # Identity, not equality: a hook before this one may have removed it.
-            if any(entry is present for present in self._entries):
-                try:
-                    self._call_one(entry, event, arguments)
-                except SystemExit as error:
-                    # The exit code of a preempted training: it must not cost the others their end.
-                    if event != "on_train_end":
-                        raise
-                    ending = ending or error
+            try:
+                hook = entry.hooks[event]
+            except KeyError:
+                hook = entry.hooks[event] = _found(entry.target, event)
+            if hook is None or not entry.is_present:
+                continue
+            try:
+                self._call_one(entry, event, hook, arguments, control, state)
+            except SystemExit as error:
+                # The exit code of a preempted training: it must not cost the others their end.
+                if event != "on_train_end":
+                    raise
+                ending = ending or error
+        if event in _BEFORE_SAVES:
+            self._keep(state, control)
+        elif event == "on_train_end":
+            self._say_times(state)
         if ending is not None:
             raise ending
-        return arguments.get("control")
+        return control
 
     def state_dict(self, *, having: Collection[str] = ()) -> dict[str, Any]:
         """The state of every callback that has any, by name; a second one of a name is `name#2`.
@@ -175,12 +266,12 @@ class CallbackManager(Callback):
         """
         states = {}
         for key, entry in self._named().items():
-            if having and not any(_hook_of(entry.callback, event) for event in having):
+            if having and not any(find_hook(entry.callback, event) for event in having):
                 continue
             try:
-                state = entry.callback.state_dict() if hasattr(entry.callback, "state_dict") else {}
+                state = entry.target.state_dict() if hasattr(entry.callback, "state_dict") else {}
             except Exception as error:  # noqa: BLE001 - one broken callback must not cost the whole checkpoint
-                self._record_failure(entry, "state_dict", None, error)
+                entry.failures.failed("state_dict", None, error)
             else:
                 if state:
                     states[key] = state
@@ -197,7 +288,7 @@ class CallbackManager(Callback):
             _log.warning("the checkpoint has the state of a callback %s that is not in this training: ignored", key)
         for key, entry in entries.items():
             if key in state:
-                _load(key, entry.callback, state[key])
+                _load(key, entry.target, state[key])
             elif hasattr(entry.callback, "state_dict") and entry.callback.state_dict():
                 _log.warning("the checkpoint has no state of callback %s: it starts anew", key)
 
@@ -208,72 +299,90 @@ class CallbackManager(Callback):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _named(self) -> dict[str, _Entry]:
-        seen: Counter[str] = Counter()
-        named = {}
-        for entry in self._entries:
-            seen[entry.name] += 1
-            named[entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}"] = entry
-        return named
+        return _by_name(self._entries)
 
-    def _call_one(self, entry: _Entry, event: str, arguments: dict[str, Any]) -> None:
-        hook = _hook_of(entry.callback, event)
-        if hook is None:
+    def _leaves(self) -> dict[str, _Entry]:
+        """As `_named`, with what a nested manager has in its place."""
+        return _by_name(self._flat())
+
+    def _flat(self) -> Iterator[_Entry]:
+        for entry in self._entries:
+            if isinstance(entry.callback, CallbackManager):
+                yield from entry.callback._flat()
+            else:
+                yield entry
+
+    def _call_one(
+        self, entry: _Entry, event: str, hook: _Hook, arguments: Mapping[str, Any], control: Any, state: Any
+    ) -> None:
+        failures = entry.failures
+        if failures.is_disabled and not failures.allows(event):
             return
-        started, control = self._clock(), arguments.get("control")
         stopped = getattr(control, "should_training_stop", False)
+        before = None if self._watch is None or state is None else self._watch.before(state)
+        started = self._clock()
         try:
-            _take_flags(_invoke(hook, arguments), control)
+            result = hook.call(arguments)
+            if result is not None and result is not control and control is not None:
+                _take_flags(result, control)
+            if entry.target is entry.callback:  # else it was only handed over
+                failures.succeeded(event)
         except Exception as error:
             if _is_critical(entry.callback, event):
                 # Not logged as well: whoever ends the training by it shows it.
-                entry.failures += 1
+                failures.count += 1
                 raise
-            self._record_failure(entry, event, arguments.get("state"), error)
+            failures.failed(event, state, error)
         finally:
-            self._record_time(entry, event, started)
+            now = self._clock()
+            spent = now - started
+            hook.timing.add(spent)
+            if spent > self.slow_s:
+                self._say_slow(entry, event, hook, spent, now)
+            if before is not None and self._watch is not None:
+                self._watch.after(entry.name, entry.callback, event, state, before)
             if getattr(control, "should_training_stop", False) != stopped:
-                self._note_stop(None if stopped else _stopped_by(entry), arguments.get("state"))
+                self._note_stop(None if stopped else _stopped_by(entry), state)
 
     def _note_stop(self, by: str | None, state: Any) -> None:
         self.stopped_by = by
         if hasattr(state, "stopped"):
             state.stopped = by
 
-    def _record_failure(self, entry: _Entry, event: str, state: Any, error: Exception) -> None:
-        entry.failures += 1
-        count = entry.failures
-        # All are counted; one that fails at every step must not fill the log: the first three, then 4, 8, 16, …
-        if count <= 3 or count & (count - 1) == 0:
-            step = getattr(state, "global_step", "?")
-            # Our own errors say what to do, in one line; of any other one the place matters.
-            ours = isinstance(error, CkptmgrError)
-            _log.error(
-                "callback %s failed in %s at step %s (failure %d), training goes on: %s",
-                entry.name,
-                event,
-                step,
-                count,
-                str(error) if ours else repr(error),
-                exc_info=None if ours else error,
-            )
+    def _say_slow(self, entry: _Entry, event: str, hook: _Hook, spent: float, now: float) -> None:
+        """At most once a minute."""
+        if event in _UNHURRIED or now - hook.warned_at < 60.0:
+            return
+        hook.warned_at = now
+        _log.warning(
+            "callback %s took %.2f s in %s, training waited (%d calls so far, %.2f s in all)",
+            entry.name,
+            spent,
+            event,
+            hook.timing.calls,
+            hook.timing.total_s,
+        )
 
-    def _record_time(self, entry: _Entry, event: str, started: float) -> None:
-        now = self._clock()
-        spent = now - started
-        timing = entry.timings.setdefault(event, Timing())
-        timing.calls += 1
-        timing.total_s += spent
-        timing.max_s = max(timing.max_s, spent)
-        if spent > self.slow_s and event not in _UNHURRIED and now - entry.warned_at.get(event, float("-inf")) >= 60.0:
-            entry.warned_at[event] = now
-            _log.warning(
-                "callback %s took %.2f s in %s, training waited (%d calls so far, %.2f s in all)",
-                entry.name,
-                spent,
-                event,
-                timing.calls,
-                timing.total_s,
-            )
+    def _say_times(self, state: Any) -> None:
+        """What the callbacks took, once per training, on the main process."""
+        if self._is_nested or not getattr(state, "is_world_process_zero", True) or not _log.isEnabledFor(logging.INFO):
+            return
+        whole_s = None if self._began is None else self._clock() - self._began
+        lines = summary(self.timings, self.failures, whole_s)
+        if len(lines) > 1:
+            _log.info("time of callbacks:\n%s", "\n".join(lines))
+
+    # --- a host that keeps states of its own callbacks only ----------------------------------------------------------------
+
+    def _keep(self, state: Any, control: Any) -> None:
+        """Put the states where Hugging Face's next save writes them, if one may follow this event."""
+        if not self._is_nested and huggingface_states.may_save(state, control):
+            huggingface_states.keep(state, self.state_dict())
+
+    def _take_up(self, state: Any) -> None:
+        """Take up the states of a resumed training in Hugging Face's Trainer."""
+        if not self._is_nested and (states := huggingface_states.kept(state)):
+            self.load_state_dict(states)
 
 
 def _forward(event: str) -> Any:
@@ -285,6 +394,21 @@ def _forward(event: str) -> Any:
     hook.__name__ = event
     hook.__doc__ = f"Dispatch `{event}` to the callbacks."
     return hook
+
+
+def _by_name(entries: Iterable[_Entry]) -> dict[str, _Entry]:
+    """By name; the second of a name is `name#2`."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for entry in entries:
+        seen[entry.name] += 1
+        named[entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}"] = entry
+    return named
+
+
+def _found(target: Any, event: str) -> _Hook | None:
+    hook = find_hook(target, event)
+    return None if hook is None else _Hook(caller(hook))
 
 
 for _event in EVENTS:
@@ -316,59 +440,9 @@ def _fill_alias(arguments: dict[str, Any], name: str, alias: str) -> None:
 
 def _take_flags(result: Any, control: Any) -> None:
     """Hugging Face's hooks may return a control of their own, which stands from then on."""
-    if result is None or result is control or control is None:
-        return
     for flag in _FLAGS:
         if hasattr(result, flag):
             setattr(control, flag, getattr(result, flag))
-
-
-def _hook_of(callback: Any, event: str) -> Callable[..., Any] | None:
-    """The bound hook for `event`, None if it would do nothing."""
-    names = ("on_evaluate", "on_evaluate_end") if event in ("on_evaluate", "on_evaluate_end") else (event,)
-    for name in names:
-        hook = getattr(callback, name, None)
-        # The no-ops of the base class are most of all hooks: not calling them keeps an event cheap.
-        if callable(hook) and not (isinstance(callback, Callback) and _is_no_op(hook, name)):
-            return hook  # type: ignore[no-any-return]
-    return None
-
-
-def _is_no_op(hook: Any, name: str) -> bool:
-    function = getattr(hook, "__func__", hook)
-    return function is getattr(Callback, name, None) or function is Callback._ignore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Signature:
-    """What a hook takes: names by position only, names that it must get, all names, and whether it takes any other."""
-
-    positional_only: tuple[str, ...]
-    required: frozenset[str]
-    names: frozenset[str]
-    takes_all: bool
-
-
-@lru_cache(maxsize=1024)
-def _signature_of(function: Any, bound: bool) -> _Signature:
-    parameters = list(inspect.signature(function).parameters.values())[1 if bound else 0 :]
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return _Signature(
-        positional_only=tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY),
-        required=frozenset(p.name for p in named if p.default is p.empty),
-        names=frozenset(p.name for p in named),
-        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
-
-
-def _invoke(hook: Any, arguments: Mapping[str, Any]) -> Any:
-    function = getattr(hook, "__func__", None)
-    signature = _signature_of(hook, False) if function is None else _signature_of(function, True)
-    given = dict(arguments) if signature.takes_all else {k: v for k, v in arguments.items() if k in signature.names}
-    # This host does not have it. Anything else that is missing is a misspelt name, and Python says so.
-    given.update(dict.fromkeys((signature.required & ARGUMENTS) - given.keys()))
-    positional = [given.pop(name) for name in signature.positional_only if name in given]
-    return hook(*positional, **given)
 
 
 def _load(key: str, callback: Any, state: Any) -> None:

@@ -14,6 +14,7 @@ import typer
 from ckptmgr.cli import (
     artifacts,
     collecting,
+    configuring,
     doctor,
     draining,
     looking,
@@ -56,7 +57,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (story, looking, verifying, moving, pulling, draining, status, pruning, collecting, artifacts, doctor):
+_FAMILIES = (
+    story,
+    looking,
+    verifying,
+    moving,
+    pulling,
+    draining,
+    status,
+    pruning,
+    collecting,
+    artifacts,
+    configuring,
+    doctor,
+)
+for family in _FAMILIES:
     family.register(app)
 
 

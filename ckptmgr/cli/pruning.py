@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +16,6 @@ from ckptmgr.cli.tables import show as show_table
 if TYPE_CHECKING:
     from ckptmgr.core.retention import RetentionPlan, RetentionRule, Verdict
     from ckptmgr.run.directory import RunDirectory
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
 
 _EPILOG = """\b
 Examples:
@@ -177,12 +173,13 @@ def _rule(
     """
     from ckptmgr.core.errors import ConfigError
     from ckptmgr.core.retention import AnyRule, KeepBest, KeepEveryNSteps, KeepLast, KeepWithin, KeepWorst
+    from ckptmgr.core.selectors import split_ranked
 
     rules: list[RetentionRule] = []
     if last is not None:
         rules.append(KeepLast(last))
-    rules += [KeepBest(*_metric(text)) for text in best]
-    rules += [KeepWorst(*_metric(text)) for text in worst]
+    rules += [KeepBest(*split_ranked(text)) for text in best]
+    rules += [KeepWorst(*split_ranked(text)) for text in worst]
     if every is not None:
         rules.append(KeepEveryNSteps(every))
     if within is not None:
@@ -192,22 +189,11 @@ def _rule(
     return rules[0] if len(rules) == 1 else AnyRule(rules=tuple(rules))
 
 
-def _metric(text: str) -> tuple[str, Any, int]:
-    """METRIC[:MODE[:K]] as (name, mode or None, k); the name itself may hold colons."""
-    from ckptmgr.core.selectors import split_metric
-
-    head, colon, tail = text.rpartition(":")
-    if colon and tail.isdecimal():
-        name, mode = split_metric(head)
-        if mode is not None:
-            return name, mode, int(tail)
-    return (*split_metric(text), 1)
-
-
 def _seconds(text: str) -> float:
     from ckptmgr.core.errors import ConfigError
+    from ckptmgr.core.units import parse_duration
 
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if match is None:
+    seconds = None if text[-1:].isdecimal() else parse_duration(text)
+    if seconds is None:
         raise ConfigError(f"--keep-within {text!r} is not a time", hint="give for instance 12h, 7d or 2w")
-    return float(match.group(1)) * _UNITS[match.group(2)]
+    return seconds

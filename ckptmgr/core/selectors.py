@@ -75,6 +75,16 @@ def split_metric(text: str) -> tuple[str, Mode | None]:
     return text, None
 
 
+def split_ranked(text: str) -> tuple[str, Mode | None, int]:
+    """`METRIC[:MODE[:K]]` as (name, mode or None, k); the name itself may hold colons, so that K needs a MODE before it."""
+    head, colon, tail = text.rpartition(":")
+    if colon and tail.isdecimal():
+        name, mode = split_metric(head)
+        if mode is not None:
+            return name, mode, int(tail)
+    return (*split_metric(text), 1)
+
+
 def better_direction(metric: str, given: Mode | None, manifests: Iterable[Manifest]) -> Mode:
     """Whether less or more of `metric` is better: as given, else as a policy recorded it, else by its name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -151,7 +151,7 @@ def test_a_failing_callback_does_not_reach_the_others_or_the_caller(caplog: pyte
 
 def test_repeated_failures_are_counted_but_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A hook that fails a thousand times is logged a dozen times."""
-    manager = CallbackManager([Raises(ValueError("again"))])
+    manager = CallbackManager([Raises(ValueError("again"))], most_failures=None)
     for _ in range(1000):
         step_end(manager)
     assert manager.failures == {"Raises": 1000}
@@ -409,3 +409,144 @@ def test_a_returned_control_replaces_the_flags() -> None:
     control = step_end(CallbackManager([Returns()]))
     assert control.should_save
     assert not control.should_log
+
+
+# --- a callback that does nothing but fail ------------------------------------------------------------------------------------
+
+
+class Sick(Callback):
+    """Fails at the steps it is told to, and notes every event."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self.fails = fails
+        self.seen: list[str] = []
+
+    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+        self.seen.append(f"step {state.global_step}")
+        if self.fails(state.global_step):
+            raise ValueError("sick")
+
+    def on_log(self, **kwargs: Any) -> None:
+        self.seen.append("log")
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self.seen.append("end")
+
+
+def test_one_that_fails_too_often_in_a_row_is_disabled_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No other event reaches it, but the end: it may hold something."""
+    sick = Sick(lambda step: True)
+    manager = CallbackManager([sick], most_failures=3)
+    for step in range(1, 6):
+        step_end(manager, step=step)
+        manager.call("on_log", control=None, logs={})
+    manager.call("on_train_end", control=None)
+    assert sick.seen == ["step 1", "log", "step 2", "log", "step 3", "end"]
+    assert (manager.disabled, manager.failures) == (("Sick",), {"Sick": 3})
+    said = [record.getMessage() for record in caplog.records if "disabled" in record.getMessage()]
+    assert said == [
+        "callback Sick is disabled from step 3 on: on_step_end failed 3 times in a row, the last time with ValueError('sick')"
+    ]
+
+
+def test_failures_with_a_success_between_them_are_no_row() -> None:
+    """Two of three fail, for ever."""
+    sick = Sick(lambda step: step % 3 != 0)
+    manager = CallbackManager([sick], most_failures=3)
+    for step in range(1, 31):
+        step_end(manager, step=step)
+    assert (manager.disabled, manager.failures, len(sick.seen)) == ((), {"Sick": 20}, 30)
+
+
+def test_a_critical_one_is_not_disabled() -> None:
+    """It raises each time; whoever calls decides."""
+    callback = Raises(RuntimeError("stop here"))
+    callback.critical = True
+    manager = CallbackManager([callback], most_failures=2)
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="stop here"):
+            step_end(manager)
+    assert manager.failures == {"Raises": 4}
+
+
+# --- names, priorities ----------------------------------------------------------------------------------------------------
+
+
+def test_a_name_and_a_priority_may_be_given_when_adding() -> None:
+    """They stand in place of the callback's own."""
+    seen: list[str] = []
+    manager = CallbackManager([Recorder(seen, "first")])
+    manager.add(Recorder(seen, "early"), name="early", priority=Priority.FIRST)
+    step_end(manager)
+    assert seen == ["early", "first"]
+    assert list(manager.timings) == ["early", "Recorder"]
+
+
+# --- the state is the trainer's ---------------------------------------------------------------------------------------------
+
+
+class Meddles(Callback):
+    """Changes the state."""
+
+    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+        state.best_metric = 1.0
+        state.log_history.append({"mine": 1})
+
+
+def test_a_change_of_the_state_is_reported_in_debug_mode_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the callback, the attribute, the event and both values."""
+    manager = CallbackManager([Recorder([]), Meddles()], debug=True)
+    step_end(manager)
+    step_end(manager)
+    best, history = [record.getMessage() for record in caplog.records]
+    assert best.startswith("callback Meddles changed state.best_metric in on_step_end at step 7, from None to 1.0")
+    assert history.startswith(
+        "callback Meddles changed state.log_history in on_step_end at step 7, from [] to [{'mine'"
+    )
+
+
+def test_a_declared_change_and_one_without_debug_mode_are_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment asks for debug mode, too."""
+    step_end(CallbackManager([Meddles()]))
+    meddles = Meddles()
+    meddles.changes_state = frozenset({"best_metric", "log_history"})  # type: ignore[attr-defined]
+    step_end(CallbackManager([meddles], debug=True))
+    assert caplog.records == []
+    monkeypatch.setenv("CKPTMGR_DEBUG_CALLBACKS", "1")
+    step_end(CallbackManager([Meddles()]))
+    assert len(caplog.records) == 2
+
+
+# --- what it cost -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_times_are_told_at_the_end_of_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A table, the most expensive callback first, once for nested managers too, and on the main process only."""
+    clock = Seconds()
+
+    class Slow(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            clock.now += 0.05
+
+    class Slower(Callback):
+        def on_log(self, **kwargs: Any) -> None:
+            clock.now += 0.5
+            raise ValueError("sick")
+
+    caplog.set_level(logging.INFO)
+    for main in (False, True):
+        manager = CallbackManager([Slow(), CallbackManager([Slower()], clock=clock)], slow_s=9.0, clock=clock)
+        state = TrainerState(is_world_process_zero=main)
+        manager.call("on_train_begin", state=state, control=TrainerControl())
+        for _ in range(2):
+            step_end(manager)
+            manager.call("on_log", state=state, control=None, logs={})
+        clock.now += 0.9
+        manager.call("on_train_end", state=state, control=TrainerControl())
+    (table,) = [record.getMessage() for record in caplog.records if "time of callbacks" in record.getMessage()]
+    lines = [line.split() for line in table.splitlines()[1:]]
+    assert [line[0] for line in lines] == ["callback", "Slower", "Slow"]
+    assert lines[1][1:4] == ["2", "1.0", "s"]
+    assert "50.0 %" in table

@@ -70,7 +70,7 @@ def test_help_of_all(cli_here: Cli) -> None:
     told = cli_here("--help")
     assert told.returncode == 0
     listed = dict(re.findall(r"^  ([a-z]+) +(\S.*)$", told.stdout.split("Commands:")[1].split("\n\n")[0], re.MULTILINE))
-    assert listed.keys() == {*OPTIONS, "artifact"}  # a family of its own, with its own tests
+    assert listed.keys() == {*OPTIONS, "artifact", "config"}  # families of their own, with their own tests
     assert not any(text.endswith("...") for text in listed.values())
     for code in ("0 ", "1 ", "2 ", "3 ", "4 ", "5 ", "6 ", "7 ", "75", "130", "143"):
         assert re.search(rf"\b{code}", told.stdout.split("Exit codes:")[1])

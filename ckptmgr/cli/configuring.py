@@ -1,0 +1,64 @@
+"""`config`: look for mistakes in `ckptmgr.yaml` before a training does, and its schema for editors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptmgr.cli.command import Command, Group
+from ckptmgr.cli.looking import Json
+from ckptmgr.cli.output import emit, emit_json
+
+_CHECK_EPILOG = """\b
+Examples:
+  ckptmgr config check
+  ckptmgr config check experiments/llama.yaml --json
+
+Callbacks are made, as a training would make them; no store is asked, and nothing is written. CKPTMGR_STORE, CKPTMGR_RUN and CKPTMGR_LOCAL_DIR
+override the file.
+
+Exit codes: 0 nothing is wrong with it; 2 a mistake, with its line."""
+
+_SCHEMA_EPILOG = """\b
+Example:
+  ckptmgr config schema > ckptmgr.schema.json
+  # yaml-language-server: $schema=ckptmgr.schema.json     (the first line of ckptmgr.yaml)
+
+Exit codes: 0 done."""
+
+
+def register(app: typer.Typer) -> None:
+    family = typer.Typer(cls=Group, no_args_is_help=True, help="Look for mistakes in ckptmgr.yaml; print its schema.")
+    family.command("check", cls=Command, epilog=_CHECK_EPILOG, short_help="Look for mistakes in ckptmgr.yaml.")(check)
+    family.command("schema", cls=Command, epilog=_SCHEMA_EPILOG, short_help="Print the JSON schema of ckptmgr.yaml.")(
+        schema
+    )
+    app.add_typer(family, name="config", short_help="Check ckptmgr.yaml, or print its schema.")
+
+
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration.")] = Path("ckptmgr.yaml"),
+    as_json: Json = False,
+) -> None:
+    """Look for mistakes in a configuration: unknown keys, impossible values, callbacks that cannot be made. Names the callbacks in their order."""
+    from ckptmgr.callbacks.manager import CallbackManager
+    from ckptmgr.training.config import read_config, run_url
+
+    config, document = read_config(file)
+    url = run_url(config, document)
+    names = list(CallbackManager.from_config(file).timings)
+    if as_json:
+        emit_json({"file": str(file), "run": url, "callbacks": names})
+        return
+    emit(f"{file}: nothing is wrong with it")
+    emit(f"  run        {url or 'none: nothing is saved'}")
+    emit(f"  callbacks  {', '.join(names) or 'none'}")
+
+
+def schema() -> None:
+    """Print the JSON schema of the configuration."""
+    from ckptmgr.training.config import schema as made
+
+    emit_json(made())

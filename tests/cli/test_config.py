@@ -1,0 +1,71 @@
+"""`ckptmgr config`: mistakes are found before a training, with their lines; the schema is one that editors read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Result = subprocess.CompletedProcess[str]
+Cli = Callable[..., Result]
+
+GOOD = """\
+run: ./runs/llama
+save: {every_n_steps: 500}
+callbacks:
+  - {type: my_callbacks:Watch, priority: FIRST}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a configuration and a callback of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "class Watch:\n    def on_step_end(self, **kwargs):\n        pass\n"
+    (tmp_path / "my_callbacks.py").write_text(code)
+    (tmp_path / "ckptmgr.yaml").write_text(GOOD)
+    return tmp_path
+
+
+def test_a_good_one(cli: Cli, here: Path) -> None:
+    """What it comes to, in the order in which callbacks run; nothing is written."""
+    told = cli("config", "check")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.splitlines() == [
+        "ckptmgr.yaml: nothing is wrong with it",
+        "  run        ./runs/llama",
+        "  callbacks  Watch, SaveModelCallback",
+    ]
+    assert json.loads(cli("config", "check", "--json").stdout) == {
+        "file": "ckptmgr.yaml",
+        "run": "./runs/llama",
+        "callbacks": ["Watch", "SaveModelCallback"],
+    }
+    assert not (here / "runs").exists()
+    assert not (here / ".ckptmgr").exists()
+
+
+def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
+    """One line, exit 2."""
+    (here / "ckptmgr.yaml").write_text(GOOD.replace("every_n_steps", "every_n_step"))
+    told = cli("config", "check")
+    assert (told.returncode, told.stdout) == (2, "")
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("ckptmgr: error: ckptmgr.yaml:2: save.every_n_step: this key is not known - ")
+    assert "did you mean every_n_steps? (there is best, every_minutes," in line
+    told = cli("config", "check", "other.yaml")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith("ckptmgr: error: other.yaml cannot be read: No such file or directory")
+
+
+def test_the_schema(cli: Cli, here: Path) -> None:
+    """A JSON schema with the keys that a file may have."""
+    told = cli("config", "schema")
+    assert (told.returncode, told.stderr) == (0, "")
+    made = json.loads(told.stdout)
+    assert made["title"] == "ckptmgr.yaml"
+    assert {"store", "run", "save", "keep", "upload", "callbacks"} <= made["$defs"]["Config"]["properties"].keys()
