@@ -83,10 +83,18 @@ class Pending:
 
     def read(self) -> list[tuple[int, float]]:
         """All values since the last call, oldest first. Waits for the devices that have some of them."""
-        entries, self._entries = self._entries, []
+        entries = self.peek()
+        self._entries = []
+        return entries
+
+    def peek(self) -> list[tuple[int, float]]:
+        """As `read`, but they stay, read. Waits for the devices that have some of them."""
+        entries = self._entries
         waiting = [value for _, value in entries if not isinstance(value, float)]
         there = iter(_transferred(waiting))
-        return [(step, value if isinstance(value, float) else next(there)) for step, value in entries]
+        read = [(step, value if isinstance(value, float) else next(there)) for step, value in entries]
+        self._entries = list(read)
+        return read
 
 
 def _transferred(tensors: list[Any]) -> list[float]:

@@ -29,6 +29,16 @@ class FiniteWindow:
         """What is in it, oldest first."""
         return list(self._values)
 
+    @property
+    def last(self) -> float | None:
+        """The newest value; None of nothing."""
+        return self._values[-1] if self._values else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next value takes the place of the oldest."""
+        return len(self._values) == self._values.maxlen
+
     def add(self, value: float) -> bool:
         """Take in `value`; False if it is not finite, and was not."""
         if not math.isfinite(value):

@@ -322,7 +322,7 @@ def replay(
     for index in range(steps):
         call("on_step_begin")
         state.global_step += 1
-        outputs = {"outputs": {"loss": losses[index]}} if losses and shape == "plain" else {}
+        outputs: dict[str, Any] = {"outputs": {"loss": losses[index]}} if losses and shape == "plain" else {}
         call("on_step_end", **outputs)
         if losses:
             call("on_log", by_logs=True, logs={"loss": losses[index], "epoch": 0.5})
