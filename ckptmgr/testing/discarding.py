@@ -51,8 +51,16 @@ class DiscardingServer:
         self.uploads: dict[str, dict[int, int]] = {}
         self.received_bytes = 0
         self.lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self._server.daemon_threads = True
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        """What serves a connection."""
+
+        class Discarding(Handler):
+            server_store = self
+
+        return Discarding
 
     @property
     def url(self) -> str:
@@ -84,14 +92,9 @@ class DiscardingServer:
         self._server.server_close()
 
 
-def _handler_of(store: DiscardingServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(_Handler):
-        server_store = store
+class Handler(BaseHTTPRequestHandler):
+    """One connection to a `DiscardingServer`."""
 
-    return Handler
-
-
-class _Handler(BaseHTTPRequestHandler):
     server_store: DiscardingServer
     protocol_version = "HTTP/1.1"
 
@@ -101,12 +104,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         size, body = self._receive()
-        store, create = self.server_store, "x-oss-forbid-overwrite" in self.headers or "If-None-Match" in self.headers
+        store = self.server_store
         if "partNumber" in self.query:
             with store.lock:
                 store.uploads[self.query["uploadId"]][int(self.query["partNumber"])] = size
             self._answer(200, headers={"ETag": f'"{self.query["partNumber"]}"'})
             return
+        self._put(size, body)
+
+    def _put(self, size: int, body: bytes | None) -> bool:
+        """Keep an object and say so, unless it is there and must not be: then False."""
+        store, create = self.server_store, "x-oss-forbid-overwrite" in self.headers or "If-None-Match" in self.headers
         crc = self.headers.get(_CRC, "")
         with store.lock:
             exists = create and self._key in store.objects
@@ -118,6 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         else:
             self._answer(200, headers={"ETag": '"e"', **_crc_headers(crc)})
+        return not exists
 
     def do_POST(self) -> None:
         self._receive()
