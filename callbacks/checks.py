@@ -35,9 +35,10 @@ def number(
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
+    below: float = math.inf,
     optional: bool = False,
 ) -> None:
-    """`value` is a finite number in the given range: not below `least`, above `above`, not above `most`.
+    """`value` is a finite number in the given range: not below `least`, above `above`, not above `most`, below `below`.
 
     Raises:
         ConfigError: it is none; `optional`: None is right, too.
@@ -45,10 +46,11 @@ def number(
     if optional and value is None:
         return
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < least or value <= above or value > most:
+    if not fits or value < least or value <= above or value > most or value >= below:
         bounds = [f"{least:g} or more"] if least > -math.inf else []
         bounds += [f"above {above:g}"] if above > -math.inf else []
         bounds += [f"at most {most:g}"] if most < math.inf else []
+        bounds += [f"below {below:g}"] if below < math.inf else []
         wanted = ", ".join(["a number", *bounds])
         raise ConfigError(
             f"{owner}: {name} is {value!r}", hint=f"{name} must be {wanted}" + (", or None" if optional else "")

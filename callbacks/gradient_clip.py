@@ -173,9 +173,9 @@ class GradientClipCallback(Callback):
         if not state.is_world_process_zero:
             return
         if nonfinite:
-            steps = ", ".join(f"{step} ({norm})" for step, norm in nonfinite[:5])
+            places = ", ".join(f"{step} ({norm})" for step, norm in nonfinite[:5])
             more = f" and {len(nonfinite) - 5} more" if len(nonfinite) > 5 else ""
-            _log.warning("the gradient's norm was not finite, and nothing was clipped, at step %s%s", steps, more)
+            _log.warning("the gradient's norm was not finite, and nothing was clipped, at step %s%s", places, more)
         steps, clipped = self.steps - before[0], self.clipped - before[1]
         if steps and self.last_norm is not None:
             _log.info(

@@ -29,6 +29,8 @@ def test_number(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         checks.number("X", "n", value, above=0, most=1)
     assert "n must be a number, above 0, at most 1" in str(caught.value)
+    with pytest.raises(ConfigError, match="a number, 0 or more, below 1"):
+        checks.number("X", "n", 1, least=0, below=1)
 
 
 def test_choice_and_text() -> None:

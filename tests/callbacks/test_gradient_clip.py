@@ -81,7 +81,7 @@ def test_what_is_still_scaled_is_unscaled(hand_over: str, unscaled: bool) -> Non
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
     callback = GradientClipCallback(1.0, scaler=scaler if hand_over == "scaler" else None)
     wrapped: Any = SimpleNamespace(optimizer=optimizer, scaler=scaler, param_groups=optimizer.param_groups)
-    scaler.scale(model(torch.full((1,), 4.0)).sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(model(torch.full((1,), 4.0)).sum()).backward()
     if unscaled:
         scaler.unscale_(optimizer)
     given = optimizer if hand_over == "scaler" else wrapped

@@ -91,9 +91,13 @@ def test_actions(
 def test_losses_are_read_once_per_interval(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`LossMonitorCallback(log_interval=50)` in the embedded Trainer: a NaN of step 3 is found at 50, with its step; lines are as many as intervals."""
     reads: list[int] = []
-    monkeypatch.setattr(
-        readings.Pending, "read", lambda self, read=readings.Pending.read: reads.append(len(self)) or read(self)
-    )
+    read = readings.Pending.read
+
+    def counted(pending: readings.Pending) -> list[tuple[int, float]]:
+        reads.append(len(pending))
+        return read(pending)
+
+    monkeypatch.setattr(readings.Pending, "read", counted)
     model = torch.nn.Linear(1, 1, bias=False)
     callback = LossMonitorCallback(log_interval=50, on_nonfinite="stop")
     trainer = Trainer(
@@ -114,7 +118,7 @@ def test_losses_are_read_once_per_interval(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_accumulation_counts_steps() -> None:
     """The loss of a step is the mean over its micro-batches, the gradient that of all of them."""
-    model = torch.nn.Linear(1, 1, bias=False)
+    model: Any = torch.nn.Linear(1, 1, bias=False)
     callback = LossMonitorCallback(1)
     losses = iter([1.0, 3.0, 5.0, 7.0])
     Trainer(
