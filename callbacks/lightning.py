@@ -31,6 +31,7 @@ from ckptmgr.core.policies import SavePolicy
 from ckptmgr.training.arguments import continues_stopped
 from ckptmgr.training.dataset_facts import dataset_facts
 from ckptmgr.training.rank_rng import capture_ranks, gather_rng, restore_ranks
+from ckptmgr.training.resuming import refuse_to_part
 from ckptmgr.training.rng import RngMark, capture_rng
 
 __all__ = ["LightningCallback", "LightningCheckpointIO"]
@@ -157,19 +158,19 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         """Claim an attempt of the run, set what Lightning did not, and watch for a preemption.
 
         Raises:
-            ConflictError: the run has checkpoints and this training does not resume from one of them.
+            ConflictError: the run has checkpoints and this training does not resume from one of them; or ranks resume from different ones, which they
+                may have chosen before Lightning had set torch.distributed up.
         """
+        path = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
+        refuse_to_part(path)
         self._refuse_to_forget(trainer)
         describe = getattr(self.manager, "describe", None)
         if callable(describe):
             self._engine._guard("description of the training", lambda: describe(self._conditions(trainer)))
         if self._engine.preemption is not None:
             _set_aside_handler(trainer)
-        path = trainer.ckpt_path
         state = self._state(trainer)
-        self._engine.on_train_begin(
-            None, state, self._for_engine(_Control()), resume_from=None if path is None else Path(path), model=pl_module
-        )
+        self._engine.on_train_begin(None, state, self._for_engine(_Control()), resume_from=path, model=pl_module)
         self._step = trainer.global_step
         if self._restored is not None:
             self._go_on(trainer, self._restored)

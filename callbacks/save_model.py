@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ckptmgr.callbacks import facts
 from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.closing import Closing
 from ckptmgr.callbacks.deciding import DecidingCallback
+from ckptmgr.callbacks.final_model import push_final
 from ckptmgr.callbacks.huggingface import OutputDirectory, framework
-from ckptmgr.callbacks.seams import CloseReport, SavingManager, StopSource, TakingManager
+from ckptmgr.callbacks.seams import SavingManager, StopSource, TakingManager
 from ckptmgr.callbacks.stopping import Stopping, source_of
-from ckptmgr.core.errors import ConfigError, IncompatibleStateError
+from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError
 from ckptmgr.core.policies import EpochEnded, Evaluated, SavePolicy, StepEnded
 from ckptmgr.training import ranks
+from ckptmgr.training.agreeing import on_all_ranks, with_all_ranks
 
 if TYPE_CHECKING:
     from ckptmgr.callbacks.huggingface_training import Training
@@ -54,6 +57,8 @@ class SaveModelCallback(DecidingCallback):
         manager: usually a `CheckpointManager`. It is closed when training ends.
         save: the policy; the manager's own if None.
         save_at_end: also save when training ends at a step the policy did not choose, with the reason `train_end`.
+        save_final: push the final model, with its tokenizer, as an artifact when training is complete or a callback has ended it: True for
+            `<run>-final` beside the run, a name beside it, or a URL. Not after an interruption or an exception; a failure ends nothing.
         close_timeout_s: how long the end of training waits for uploads; None: as the manager is configured.
         resume_from: the directory that training resumes from, if the host does not say and nothing else tells.
         preemption: what gives notice; None: the manager's, or `Preemption()` if it has none; False: nothing.
@@ -79,6 +84,7 @@ class SaveModelCallback(DecidingCallback):
         save: SavePolicy | None = None,
         *,
         save_at_end: bool = True,
+        save_final: bool | str = False,
         close_timeout_s: float | None = None,
         resume_from: str | Path | None = None,
         preemption: StopSource | bool | None = None,
@@ -91,18 +97,20 @@ class SaveModelCallback(DecidingCallback):
             raise ConfigError(f"on_mismatch={on_mismatch!r} is unknown", hint="give 'log' or 'raise'")
         self.manager = manager
         self.save_at_end = save_at_end
-        self.close_timeout_s = close_timeout_s
+        self.save_final = save_final
         self.resume_from = resume_from
         self._continue_stopped = continue_stopped
         self._raises = on_mismatch == "raise"
         self._stopping = Stopping(source_of(preemption, manager), manager, clock)
+        self._closing = Closing(manager, self._stopping, close_timeout_s)
         self._clock = clock
         self._began_s = clock()
         self._host: Training | None = None
         self._ended_before = False
         self._reserved = False
-        self._report: CloseReport | None = None
         self._taken: set[int] = set()
+        self._saved_id: str | None = None
+        self._raised = False
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -131,10 +139,10 @@ class SaveModelCallback(DecidingCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Claim an attempt of the run, and watch for a preemption.
+        """Claim an attempt of the run, and watch for a preemption. A collective with several ranks: what rank 0 cannot begin, none does.
 
         Raises:
-            ConflictError: the run has checkpoints and this training does not resume from one of them.
+            ConflictError: the run has checkpoints and this training does not resume from one of them; or ranks begin at different steps.
             DriftError: in Hugging Face's Trainer, something that the manager refuses is not as it was.
             SystemExit: the training was ended early before, and the host cannot be kept from running a step; with 0.
         """
@@ -142,8 +150,13 @@ class SaveModelCallback(DecidingCallback):
         self._host = _training(args, state, train_dataloader)
         if self._host is not None:
             self._memory = self._host.memory or self._memory
-        if state.is_world_process_zero:
-            self._begin(state, resume_from or self.resume_from, facts.checkpoint_bytes(model))
+        self._refuse_to_part(state)
+
+        def begin() -> None:
+            if state.is_world_process_zero:
+                self._begin(state, resume_from or self.resume_from, facts.checkpoint_bytes(model))
+
+        with_all_ranks(begin)
         self._heed_earlier_end(state, control)
         # After what may raise: a host without isolation would never call on_train_end.
         self._guard("watch for a preemption", self._stopping.begin)
@@ -262,8 +275,20 @@ class SaveModelCallback(DecidingCallback):
         if state.is_world_process_zero:
             self._guard(f"save of step {state.global_step}", lambda: self._save(state, checkpoint, host))
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the manager, and say what is not in the store yet.
+    def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """What there is now is no final model."""
+        self._raised = True
+
+    def on_train_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Close the manager, push the final model, and say what is not in the store yet.
 
         Raises:
             SystemExit: training ended because of a notice, or one came while uploads were waited for and some are left; with the preemption's
@@ -277,7 +302,10 @@ class SaveModelCallback(DecidingCallback):
             if host is not None:
                 self._guard("look for saves without an event", lambda: self._take_found(host))
             self._guard("close of the checkpoint manager", self._close)
-            code = self._exit_code()
+            code = self._closing.exit_code()
+            interrupted = self._stopping.is_interruption or self._stopping.has_ended(state, control)
+            if self.save_final and not (self._raised or interrupted):
+                self._guard("push of the final model", lambda: self._push_final(state, model, processing_class))
         if self._host is not None and self._host.data is not None:
             self._guard("end of the watch over the data", self._host.data.close)
         self._guard("end of the watch for a preemption", self._stopping.end)
@@ -287,6 +315,19 @@ class SaveModelCallback(DecidingCallback):
             raise SystemExit(code)
 
     # --- begin and end ----------------------------------------------------------------------------------------------------
+
+    def _refuse_to_part(self, state: TrainerState) -> None:
+        """Ranks may have been given different checkpoints, each by its own path."""
+        manifest = getattr(self.manager, "restored_manifest", None)
+        starts = on_all_ranks(lambda: (state.global_step, "" if manifest is None else manifest.id))
+        if len({step for step, _ in starts}) > 1 or len({each for _, each in starts if each}) > 1:
+            told = ", ".join(
+                f"rank {number}: step {step} {each}".rstrip() for number, (step, each) in enumerate(starts)
+            )
+            raise ConflictError(
+                f"the ranks begin at different steps, or go on from different checkpoints ({told})",
+                hint="give all of them the same one: set torch.distributed up before a manager is asked for it",
+            )
 
     def _begin(self, state: TrainerState, resume_from: str | Path | None, expected_bytes: int | None) -> None:
         given, host = None if resume_from is None else Path(resume_from), self._host
@@ -306,7 +347,7 @@ class SaveModelCallback(DecidingCallback):
             if not host.end_early():
                 if state.is_world_process_zero:
                     self._guard("close of the checkpoint manager", self._close)
-                raise SystemExit(self._exit_code())
+                raise SystemExit(self._closing.exit_code())
 
     def _take_found(self, host: OutputDirectory) -> None:
         """Take what the host wrote without telling, `enable_jit_checkpoint` above all. A step that was saved stays as it was saved: such a
@@ -324,23 +365,19 @@ class SaveModelCallback(DecidingCallback):
                 )
 
     def _close(self) -> None:
-        self._report = report = self.manager.close(timeout_s=self.close_timeout_s, left_s=self._stopping.remaining_s)
-        self._note_background(report.errors)
-        if report.pending:
-            _log.warning(
-                "training ended with %d checkpoint(s) not in the store yet: %s - they stay in the local tier; run `ckptmgr drain`",
-                len(report.pending),
-                ", ".join(report.pending),
-            )
+        self._note_background(self._closing.close())
 
-    def _exit_code(self) -> int:
-        """What a training that is complete should end with, for what could not be uploaded in time."""
-        report = self._report
-        if report is None or not report.exit_code:
-            return 0
-        if report.pending and self._stopping.reason is not None:
-            return self._stopping.exit_code
-        return report.exit_code if self.manager.strict else 0
+    def _push_final(self, state: TrainerState, model: Any, processing_class: Any) -> None:
+        is_of_this_step = self._saved_step == state.global_step
+        push_final(
+            self._taking_manager,
+            self.save_final,
+            model,
+            processing_class,
+            checkpoint_id=self._saved_id if is_of_this_step else None,
+            metrics=self._metrics if self._step == state.global_step else {},
+            metadata={"step": state.global_step, "epoch": state.epoch},
+        )
 
     # --- deciding ---------------------------------------------------------------------------------------------------------
 
@@ -419,6 +456,7 @@ class SaveModelCallback(DecidingCallback):
                 "this host does not hand over its state (on_save without `checkpoint`), and has no output_dir",
                 hint="use the Trainer of ckptmgr or Hugging Face's, or the adapter for your host",
             )
+        self._saved_id = checkpoint_id
         if checkpoint_id is None:
             self.failures += 1  # the manager has logged why
             _log.warning("step %d was not saved (%s)", step, ", ".join(reasons))

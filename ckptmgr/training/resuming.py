@@ -74,27 +74,39 @@ def newest(directory: Path | None, manager: Any) -> Path | None:
 
     Raises:
         ConflictError: ranks were given different checkpoints, or some of them none.
-        CkptmgrError: what is newer could not be had; the same on all ranks.
+        CkptmgrError: what is newer could not be had; the same error on all ranks.
     """
     if world_size() > 1 and not can_agree():
         return directory
     ask = getattr(manager, "newer_than", None)
-    given = on_all_ranks(lambda: ("" if directory is None else _id_of(directory) or "?", callable(ask)))
-    ids = [each for each, _ in given]
-    if directory is not None and all(ids):
-        if all(asks for _, asks in given):
-            found: Path | None = ask(directory) if ask is not None else None
-            if found is not None:
-                return found
-        elif any(asks for _, asks in given):
-            _log.warning("only some ranks have a manager of checkpoints: nobody asks for what is newer")
+    given = on_all_ranks(lambda: (directory is not None, callable(ask)))
+    if directory is not None and ask is not None and all(all(each) for each in given):
+        found: Path | None = ask(directory)
+        if found is not None:
+            return found
+    elif len({asks for _, asks in given}) > 1:
+        _log.warning("only some ranks have a manager of checkpoints: nobody asks for what is newer")
+    refuse_to_part(directory)
+    return directory
+
+
+def refuse_to_part(directory: Path | None) -> None:
+    """Refuse a start from different checkpoints. A collective if `can_agree`.
+
+    Args:
+        directory: each rank's own path; None for a start from scratch. A path that does not say which checkpoint it is agrees with every other one.
+
+    Raises:
+        ConflictError: ranks were given different checkpoints, or some of them none.
+    """
+    ids = on_all_ranks(lambda: "" if directory is None else _id_of(directory) or "?")
     if len({each for each in ids if each != "?"}) > 1 or ("" in ids and any(ids)):
         told = ", ".join(f"rank {number}: {each or 'nothing'}" for number, each in enumerate(ids))
         raise ConflictError(
-            f"the ranks were told to go on from different checkpoints ({told})",
-            hint="give all of them the same one, such as `ckptmgr resume RUN id:ID` on every machine",
+            f"the ranks go on from different checkpoints ({told})",
+            hint="give all of them the same one: set torch.distributed up before a manager is asked for it, or run "
+            "`ckptmgr resume RUN id:ID` on every machine",
         )
-    return directory
 
 
 def _id_of(directory: Path) -> str | None:

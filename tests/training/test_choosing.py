@@ -1,0 +1,197 @@
+"""One rank chooses the checkpoint for all: what two processes see of it, on one machine and as if on two. The scenarios are in `choosing_ranks.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptmgr.training import choosing
+from ckptmgr.training.manager import CheckpointManager
+
+RANK = """
+from training.choosing_ranks import run
+join()
+found = run(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scenarios")
+
+
+@pytest.fixture(scope="module")
+def seen(in_two_ranks: Callable[..., list[Any]], root: Path) -> Callable[[str], tuple[Any, Any]]:
+    """What ranks 0 and 1 saw in a scenario."""
+    first, second = in_two_ranks(RANK, root)
+    return lambda scenario: (first[scenario], second[scenario])
+
+
+Seen = Callable[[str], tuple[Any, Any]]
+
+
+def bits(step: int) -> str:
+    torch.manual_seed(step)
+    return torch.rand(64).numpy().tobytes().hex()
+
+
+def test_k016_all_ranks_restore_the_same_step(seen: Seen) -> None:
+    """A commit between the looks of two ranks, at 20 offsets: both have 200, or both have 300, to the last bit; and both outcomes occur."""
+    first, second = seen("commits_meanwhile")
+    assert first == second
+    assert len(first) == 20
+    assert {each["step"] for each in first} == {200, 300}
+    assert all(each["bits"] == bits(each["step"]) for each in first)
+
+
+def test_a_new_run_is_new_for_all(seen: Seen) -> None:
+    """And rank 1 has touched nothing."""
+    assert seen("new_run") == ([None, None, False], [None, None, False])
+
+
+def test_what_fails_on_rank_0_fails_on_all(seen: Seen) -> None:
+    """The same error, and nobody waits."""
+    first, second = seen("fails_on_rank_0")
+    assert first == second
+    assert {what: each[0] for what, each in first.items() if isinstance(each, list)} == {
+        "store": "AccessDeniedError",
+        "path": "AccessDeniedError",
+        "selector": "ConfigError",
+        "not found": "CheckpointNotFoundError",
+        "damaged": "IntegrityError",
+        "state": "ConfigError",
+        "begun": "ConflictError",
+    }
+    assert first["untouched"]
+
+
+def test_what_fails_on_rank_1_fails_on_all(seen: Seen) -> None:
+    """It says which rank it is about; a program that goes on nevertheless has restored nothing."""
+    first, second = seen("fails_on_rank_1")
+    assert first == second
+    assert first["drift"][0] == "DriftError"
+    assert first["drift"][1].startswith("rank 1: ")
+    assert first["load"][0] == "IncompatibleStateError"
+    assert "it does not fit" in first["load"][1]
+    assert first["restored"] is False
+    assert first["again"] == 200
+
+
+def test_ranks_of_one_machine_share_one_directory(seen: Seen) -> None:
+    """Fetched once; `restore` removes it when all have loaded it, and not before."""
+    first, second = seen("one_path")
+    assert first == second
+    assert first["restored"]
+    assert "bits.safetensors" in first["files"]
+    assert first["left"] == []
+
+
+def test_another_machine_fetches_for_itself(seen: Seen, root: Path) -> None:
+    """The same checkpoint, by its id; that rank 0 was asked for the newest is what counts."""
+    first, second = seen("another_machine")
+    for number, each in enumerate((first, second)):
+        assert (each["step"], each["bits"], each["how"]) == (200, bits(200), "auto")
+        assert Path(each["path"]).is_relative_to(root / "another_machine" / f"tier-{number}")
+
+
+def test_a_full_disk_on_another_machine_stops_all(seen: Seen) -> None:
+    """None has loaded anything; with room all go on."""
+    first, second = seen("another_machine_is_full")
+    assert first == second
+    assert first["error"][0] == "DiskFullError"
+    assert first["error"][1].startswith("rank 1: ")
+    assert first["untouched"]
+    assert (first["again"]["step"], first["again"]["bits"]) == (100, bits(100))
+
+
+def test_what_waits_is_uploaded_before_the_choice(seen: Seen) -> None:
+    """With several machines: others cannot get it from rank 0's disk."""
+    first, second = seen("another_machine_waits_for_uploads")
+    assert first == second
+    assert (first["step"], first["bits"], first["skipped"]) == (200, bits(200), [])
+
+
+def test_what_cannot_be_uploaded_is_no_candidate_and_is_named(seen: Seen) -> None:
+    first, second = seen("another_machine_and_no_upload")
+    assert first == second
+    assert (first["step"], first["bits"]) == (100, bits(100))
+    ((stem, why),) = first["skipped"]
+    assert "-000000000200-" in stem
+    assert "not in the store yet" in why
+    assert first["named"][0] == "CheckpointNotFoundError"
+
+
+def test_a_run_that_is_only_on_one_disk_is_not_new(seen: Seen) -> None:
+    """Nobody starts from scratch, whatever `on_existing` says: it would abandon the only checkpoint."""
+    first, second = seen("only_on_this_machine")
+    assert first == second
+    for attempt in ("refused", "new lineage"):
+        assert first[attempt][0] == "NotCommittedError"
+        assert "ckptmgr drain" in first[attempt][1]
+    assert first["here"] == 200
+
+
+def test_what_the_command_has_put_on_each_machine_is_used(seen: Seen) -> None:
+    assert seen("rewound_on_each_machine") == ({"own": True, "how": "explicit"},) * 2
+
+
+def test_a_long_fetch_keeps_no_collective_waiting(seen: Seen) -> None:
+    """Ranks tell each other that it goes on: a process group gives up a collective after minutes."""
+    for each in seen("takes_long"):
+        assert (each["step"], each["bits"]) == (100, bits(100))
+        assert each["rounds"] >= 8
+
+
+def test_a_restart_goes_on_from_what_rank_0_finds_newer(seen: Seen) -> None:
+    """On all ranks; and on none where not all have a manager to ask."""
+    first, second = seen("restarted")
+    assert first == second
+    assert first["bits"] == bits(200)
+    assert [first[name] for name in ("first", "nobody", "by one", "nothing")] == [True, True, True, None]
+
+
+def test_ranks_that_are_told_differently_do_not_start(seen: Seen) -> None:
+    first, second = seen("told_differently")
+    assert first == second
+    assert first["same"]
+    for what in ("different", "one has none"):
+        assert first[what][0] == "ConflictError"
+        assert "rank 1" in first[what][1]
+
+
+def test_a_trainer_that_cannot_load_on_one_rank_makes_no_step(seen: Seen) -> None:
+    first, second = seen("trainer_fails_on_rank_1")
+    assert first == second
+    assert first["error"][0] == "IntegrityError"
+    assert first["steps"] == 0
+
+
+def test_a_callback_that_cannot_begin_on_rank_0_stops_all(seen: Seen) -> None:
+    """Nobody makes a step, or waits in one; nor where ranks have been resumed from different checkpoints by other ways."""
+    first, second = seen("callback_fails_on_rank_0")
+    assert first == second
+    assert first["begin"][0] == "ConflictError"
+    assert first["apart"][0] == "ConflictError"
+    assert "rank 1: step 1" in first["apart"][1]
+    assert first["steps"] == 0
+
+
+def test_without_a_process_group_it_is_said_once(
+    manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchrun has started several ranks, and they cannot talk yet: each chooses for itself."""
+    choosing._warned.clear()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with caplog.at_level(logging.WARNING), manager() as saving:
+        assert saving.restore({"n": {}}) is None
+        assert saving.resume_path() is None
+    said = [record.getMessage() for record in caplog.records if "init_process_group" in record.getMessage()]
+    assert len(said) == 1
+    assert "each of 4 ranks" in said[0]
+    choosing._warned.clear()
