@@ -240,6 +240,14 @@ class Trainer(EdgeWork):
             first_batch=self._position.proof,
         )
 
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, an instance of a class of them, or a `CallbackManager`, as `CallbackManager.add` does."""
+        self.callbacks.add(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or all instances of a class, as `CallbackManager.remove` does."""
+        self.callbacks.remove(callback)
+
     def log(self, logs: Mapping[str, Any]) -> None:
         """Append to `state.log_history`, with the epoch and the step, and tell the callbacks."""
         entry = {**logs, "epoch": self.state.epoch}

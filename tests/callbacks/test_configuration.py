@@ -87,7 +87,8 @@ def test_a_whole_file(tmp_path: Path, whole: str) -> None:
     assert (mine.limit, mine.label) == (7, "mine")
     assert saver.save_at_end is False
     manager: Any = callbacks.manager
-    assert manager is saver.manager
+    same = saver.manager is manager
+    assert same
     assert manager.url == f"file://{tmp_path}/store/llama"
     assert manager.local_dir == tmp_path / "local"
     assert manager.strict is True
