@@ -63,3 +63,12 @@ class FiniteWindow:
     def median(self) -> float | None:
         """The value in the middle, the smaller one of two; None of nothing."""
         return sorted(self._values)[(len(self._values) - 1) // 2] if self._values else None
+
+
+def slope(points: Iterable[tuple[float, float]]) -> float:
+    """How much y grows per x, by least squares; 0 if all have one x."""
+    pairs = list(points)
+    middle_x = math.fsum(x for x, _ in pairs) / len(pairs)
+    middle_y = math.fsum(y for _, y in pairs) / len(pairs)
+    spread = math.fsum((x - middle_x) ** 2 for x, _ in pairs)
+    return math.fsum((x - middle_x) * (y - middle_y) for x, y in pairs) / spread if spread else 0.0

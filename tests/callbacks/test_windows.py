@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.callbacks.windows import FiniteWindow
+from ckptmgr.callbacks.windows import FiniteWindow, slope
 
 
 def test_it_is_empty_until_the_first_finite_value() -> None:
@@ -32,3 +32,9 @@ def test_it_knows_the_last_finite_values_and_nothing_else(values: list[float], s
         assert window.deviation >= 0
         assert window.median in kept
         assert min(kept) <= (window.mean or 0.0) + 1e-9
+
+
+@given(st.floats(-100, 100), st.floats(-100, 100), st.lists(st.integers(0, 1000), min_size=2, max_size=20, unique=True))
+def test_the_slope_of_a_line_is_its_own(gradient: float, offset: float, places: list[int]) -> None:
+    assert slope([(x, gradient * x + offset) for x in places]) == pytest.approx(gradient, abs=1e-6)
+    assert slope([(1, 1), (1, 2)]) == 0
