@@ -100,18 +100,7 @@ class MetricsLog:
                 logger.warning("figures cannot be recorded, and no more is said of it: %s", exc)
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        fd = os.open(self._root / METRICS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            size = os.fstat(fd).st_size
-            # A full disk may have taken half of the line before.
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                line = b"\n" + line
-            if os.write(fd, line) < len(line):
-                raise OSError(f"only part of a record could be written to {self._root / METRICS_FILE}")
-        finally:
-            os.close(fd)
-        if size + len(line) > self._max_bytes:
+        if append_line(self._root / METRICS_FILE, json.dumps(record, allow_nan=False).encode()) > self._max_bytes:
             self._rotate()
 
     def _rotate(self) -> None:
@@ -126,6 +115,26 @@ class MetricsLog:
             pass
         finally:
             locks.close_lock(fd)
+
+
+def append_line(path: Path, line: bytes) -> int:
+    """Append `line` and its end to a file in a single write, so that several processes may; the size of the file then, in bytes.
+
+    Raises:
+        OSError: it could not be written, or only a part of it was: the next line then ends it first.
+    """
+    line += b"\n"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(fd).st_size
+        # A full disk may have taken half of the line before.
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(fd, line) < len(line):
+            raise OSError(f"only part of a record could be written to {path}")
+    finally:
+        os.close(fd)
+    return size + len(line)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
