@@ -15,13 +15,16 @@ import torch
 from ckptmgr.backends.base import Backend
 from ckptmgr.callbacks.base import Callback
 from ckptmgr.callbacks.save_model import SaveModelCallback
-from ckptmgr.core.policies import Best, EveryNEpochs, EveryNSteps
+from ckptmgr.core.layout import Stem
+from ckptmgr.core.policies import Best, Evaluated, EveryNEpochs, EveryNSteps, StepEnded
+from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.push import push
 from ckptmgr.testing.faulty import FaultyBackend
 from ckptmgr.testing.stores import Store
 from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.transfer.metrics import read_metrics
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Tree = Callable[[str, Mapping[str, bytes]], Path]
@@ -133,3 +136,152 @@ def test_k096_several_triggers_of_one_step_make_one_save(store: Store, ask: Ask,
     assert sorted(f"run/{path}" for path in sent) == store.keys("run/checkpoints/")
     assert len(sent) == row["files"]
     assert len([call for call in calls if call.verb == "pipe_file" and "/manifests/" in call.path]) == 1
+
+
+# --- K009 -----------------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The end of a process, which nothing handles."""
+
+
+@pytest.mark.parametrize(("crash_at", "saved"), [(505, []), (515, [510])], ids=["at 505", "at 515"])
+def test_k009_what_a_run_was_resumed_from_belongs_to_another_run(
+    store: Store, ask: Ask, cli_here: Cli, tmp_path: Path, crash_at: int, saved: list[int]
+) -> None:
+    """B goes on from A's best, keeps one best of its own, and dies before or after its first save: A keeps every byte, B writes and removes nothing outside
+    its own prefix, and both can be resumed."""
+    behind: list[FaultyBackend] = []
+
+    def watched(backend: Backend) -> Backend:
+        behind.append(FaultyBackend(backend))
+        return behind[-1]
+
+    def train(name: str, steps: range, start: Path | None = None, *, crash: bool = False) -> None:
+        """Train and evaluate, worse with each step; a plain loop, for its speed."""
+        with CheckpointManager(
+            f"{store.url}/{name}",
+            local_dir=tmp_path / f"disk-{name}",
+            save=EveryNSteps(10) | Best("eval_loss", mode="min"),
+            keep=KeepBest("eval_loss", mode="min", k=1),
+            keep_local=KeepLast(1),
+            wrap_backend=watched if name == "B" else None,
+            transfer="thread",
+        ) as manager:
+            manager.begin(resume_from=start)
+            for step in steps:
+                if crash and step == crash_at + 1:
+                    raise Crash
+                if why := manager.should_save(StepEnded(step=step)):
+                    metrics = {"eval_loss": step / 1000}
+                    why += manager.should_save(Evaluated(step=step, metrics=metrics))
+                    manager.save(step, {"step": step}, metrics=metrics, reasons=why)
+
+    def listed(name: str) -> list[int]:
+        return [row["step"] for row in ask("ls", f"{store.url}/{name}")["checkpoints"]]
+
+    train("A", range(500, 501))
+    (best,) = ask("ls", f"{store.url}/A")["checkpoints"]
+    assert (best["step"], "best:eval_loss" in best["reasons"]) == (500, True)
+    before = store.snapshot("A/")
+
+    start = Path(ask("resume", f"{store.url}/A", "best:eval_loss", "--to", tmp_path / "from-A")["path"])
+    with pytest.raises(Crash):
+        train("B", range(501, 600), start, crash=True)
+    assert store.snapshot("A/") == before
+    assert (listed("A"), listed("B")) == ([500], saved)
+
+    if saved:
+        start = Path(ask("resume", f"{store.url}/B", "--to", tmp_path / "from-B")["path"])
+    else:
+        assert cli_here("resume", f"{store.url}/B").returncode == 3
+        start = Path(ask("resume", f"{store.url}/A", "--to", tmp_path / "again")["path"])
+    train("B", range(516, 541), start)
+    # The best, which is the first, and the newest.
+    assert listed("B") == [*(saved or [520]), 540]
+    assert ask("resume", f"{store.url}/B", "--to", tmp_path / "last")["step"] == 540
+    assert store.snapshot("A/") == before
+    looks = ("info", "find", "ls", "cat_file", "get_file", "stored_crc")
+    changes = [call for each in behind for call in each.log if call.verb not in looks]
+    assert {"put_file", "pipe_file"} < {call.verb for call in changes}
+    assert [call for call in changes if not call.path.startswith(store.at("B"))] == []
+
+
+# --- K019 -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", ["the newest is the oldest", "all equal"])
+def test_k019_times_of_files_decide_nothing(store: Store, ask: Ask, tmp_path: Path, times: str) -> None:
+    """400 to 1000, whose files say that 1000 is the oldest, or all the same: right after 1000 was saved, keep-last 3 takes exactly 400, in the store and in
+    the local tier."""
+    url, disk = f"{store.url}/run", tmp_path / "disk"
+    places = [disk / "checkpoints", disk / "manifests", *([Path(store.at("run"))] if store.name == "local" else [])]
+
+    def put_back(seconds: int) -> None:
+        for place in places:
+            for path in sorted(place.rglob("*"), reverse=True):
+                os.utime(path, (seconds, seconds))
+
+    def save(step: int, **options: Any) -> None:
+        with CheckpointManager(url, local_dir=disk, transfer="thread", **options) as manager:
+            if step > 400:
+                manager.restore({})
+            manager.save(step, {"step": step})
+
+    for number, step in enumerate((400, 600, 800)):
+        save(step, keep_local=KeepLast(9))
+        put_back(2_000_000_000 - number * 1000)
+    if times == "all equal":
+        save(1000, keep_local=KeepLast(9))
+        put_back(1_000_000_000)
+        assert [each["step"] for each in ask("prune", url, "--keep-last", 3, "--yes")["delete"]] == [400]
+    else:
+        save(1000, keep=KeepLast(3), keep_local=KeepLast(3))
+        assert sorted(Stem.parse(path.stem).step for path in (disk / "manifests").glob("*.json")) == [600, 800, 1000]
+    assert [row["step"] for row in ask("ls", url)["checkpoints"]] == [600, 800, 1000]
+    assert len({key.split("/")[2] for key in store.keys("run/checkpoints/")}) == 3
+
+
+# --- K067 -----------------------------------------------------------------------------------------------------------------
+
+
+def test_k067_a_slash_in_the_name_of_a_metric_makes_no_folder(
+    store: Store, ask: Ask, cli_here: Cli, tmp_path: Path
+) -> None:
+    """`val/loss` in policies, retention, selectors and figures: three saves lie side by side and are found, pruning to one leaves no folder behind, and the
+    figures are written."""
+    url, disk, figures = f"{store.url}/run", tmp_path / "disk", tmp_path / "figures.prom"
+    manager = CheckpointManager(
+        url,
+        local_dir=disk,
+        save=Best("val/loss", mode="min", k=3),
+        keep_local=KeepLast(9),
+        prometheus=figures,
+        transfer="thread",
+    )
+    with manager:
+        for step, loss in ((100, 0.3), (200, 0.1), (300, 0.2)):
+            why = manager.should_save(Evaluated(step=step, metrics={"val/loss": loss}))
+            assert why
+            manager.save(step, {"step": step}, metrics={"val/loss": loss}, reasons=why)
+    rows = ask("ls", url)["checkpoints"]
+    assert [(row["step"], row["metrics"]["val/loss"]) for row in rows] == [(100, 0.3), (200, 0.1), (300, 0.2)]
+    levels = {key.count("/") for key in store.keys("run/checkpoints/")}
+    assert levels == {len(("run", "checkpoints", "<id>"))}
+    assert sorted({key.split("/")[2] for key in store.keys("run/checkpoints/")}) == [row["id"] for row in rows]
+    assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == [row["id"] for row in rows]
+    assert ask("resume", url, "best:val/loss")["step"] == 200
+    assert ask("resume", url, "worst:val/loss", "--to", tmp_path / "worst")["step"] == 100
+    kept = ask("prune", url, "--keep-best", "val/loss:min:1", "--yes")
+    assert [each["step"] for each in kept["delete"]] == [100]  # and the newest stays
+    assert [row["step"] for row in ask("ls", url)["checkpoints"]] == [200, 300]
+    if store.name == "local":
+        assert sorted(path.name for path in Path(store.at("run/checkpoints")).iterdir()) == [
+            row["id"] for row in rows[1:]
+        ]
+    records = read_metrics(disk / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "save"] == [100, 200, 300]
+    assert "ckptmgr_" in figures.read_text()
+    # A name that becomes part of a key may not have one.
+    refused = cli_here("push", tmp_path / "worst", url, "--step", 400, "--tag", "val/loss")
+    assert refused.returncode == 2, refused.stderr
