@@ -108,7 +108,8 @@ class _Handler(Handler):
                 size += parts[number][0]
             sources = {parts[number][2] for number in named}
             # A store computes it; of a copy of a whole object it is that object's.
-            crc = self.headers.get("x-amz-checksum-crc64nvme") or getattr(store.objects.get(sources.pop()), "crc", "")
+            original = store.objects.get(sources.pop())
+            crc = self.headers.get("x-amz-checksum-crc64nvme") or (original.crc if original is not None else "")
             store.objects[self._key] = Discarded(size=size, crc=crc)
             store.blocks[self._key] = blocks
         said = f"<ChecksumCRC64NVME>{crc}</ChecksumCRC64NVME><ChecksumType>FULL_OBJECT</ChecksumType>" if crc else ""
