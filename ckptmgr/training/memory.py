@@ -1,4 +1,4 @@
-"""How much memory this process has and may still take: what the machine has, and what its control group (a container, a SLURM job) allows."""
+"""How much memory this process may still take: what the machine has, and what its control group (a container, a SLURM job) allows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ def available_memory_bytes(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> i
     """
     found = [room for room in (_machine(proc), *_rooms(proc, cgroups)) if room is not None]
     return max(0, min(found)) if found else None
-
-
-def resident_memory_bytes(*, proc: Path = _PROC) -> int | None:
-    """Bytes of memory that this process occupies now, pages shared with others included; None where the system does not say."""
-    fields = _fields(proc / "self" / "status")
-    return fields["VmRSS:"] * 1024 if "VmRSS:" in fields else None
 
 
 def _machine(proc: Path) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.training.memory import available_memory_bytes, resident_memory_bytes
+from ckptmgr.training.memory import available_memory_bytes
 
 GIB = 1 << 30
 
@@ -84,10 +84,3 @@ def test_this_machine_has_some() -> None:
     """Here it says so, in bytes."""
     found = available_memory_bytes()
     assert found is None or found > 1 << 20
-
-
-def test_what_this_process_has(proc: Path) -> None:
-    assert resident_memory_bytes(proc=proc) is None
-    (proc / "self" / "status").write_text("Name:\tpython\nVmHWM:\t  99 kB\nVmRSS:\t  2048 kB\n")
-    assert resident_memory_bytes(proc=proc) == 2 << 20
-    assert (resident_memory_bytes() or 0) > 1 << 20
