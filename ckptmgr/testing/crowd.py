@@ -7,7 +7,7 @@ import time
 
 from ckptmgr.backends.pace import CONCURRENCY, Pace
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class PaceClock:

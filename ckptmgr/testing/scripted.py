@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 
 
 class Peer:

@@ -37,7 +37,7 @@ from ckptmgr.core.errors import (
     TransientBackendError,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ckptmgr.backends.http import (
 )
 from ckptmgr.testing.scripted import Peer, Server
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 BIG = os.urandom(3 * BLOCK_BYTES + 17)

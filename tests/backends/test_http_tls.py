@@ -20,7 +20,7 @@ from ckptmgr.backends.http import (
 from ckptmgr.testing.certificates import make_certificates
 from ckptmgr.testing.scripted import Peer, Server
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 BIG = os.urandom(3 * BLOCK_BYTES + 17)
 

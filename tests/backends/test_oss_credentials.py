@@ -490,7 +490,7 @@ class Giver:
     def fetch(self) -> Keys | None:
         self.given += 1
         self.asked.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(60)
         if self.error is not None:
             raise self.error
         number = self.given
@@ -568,10 +568,10 @@ def test_one_thread_renews_while_others_go_on(credentials: OssCredentials, clock
     found: list[Keys] = []
     thread = threading.Thread(target=lambda: found.append(credentials.current()))
     thread.start()
-    assert giver.asked.wait(20)
+    assert giver.asked.wait(60)
     assert credentials.current() is first
     giver.go_on.set()
-    thread.join(20)
+    thread.join(60)
     assert found == [credentials.current()]
     assert found[0].access_key_id == "id-2"
     assert giver.given == 2
@@ -594,13 +594,13 @@ def test_those_who_wait_share_what_comes(credentials: OssCredentials, giver: Giv
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         threads[0].start()
-        assert giver.asked.wait(20)
+        assert giver.asked.wait(60)
         for thread in threads[1:]:
             thread.start()
         # They are in, or will find the answer there.
         giver.go_on.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert len(outcomes) == 8
         assert len(set(outcomes)) == 1
         if error is None:

@@ -281,10 +281,10 @@ def test_parts_under_way_are_those_of_the_pace(tmp_path: Path) -> None:
 
     def count(offset: int, length: int) -> Incoming:
         # The requests come in pairs that wait for each other: 16 in all.
-        meet.wait(30)
+        meet.wait(60)
         with lock:
             most[0] = max(most[0], pace.used)
-        meet.wait(30)
+        meet.wait(60)
         return Served(data)(offset, length)
 
     retrier = Retrier(RetryPolicy(), pace=pace)
@@ -296,7 +296,7 @@ def test_parts_under_way_are_those_of_the_pace(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert [(tmp_path / name).read_bytes() for name in "ab"] == [data, data]
     assert most == [2]
 
@@ -322,7 +322,7 @@ def test_whoever_is_told_may_end_a_download(tmp_path: Path) -> None:
     class Standing:
         def readinto(self, view: memoryview, /) -> int:
             standing.set()
-            assert released.wait(30)
+            assert released.wait(60)
             raise BackendTimeoutError("stood still")
 
         def close(self) -> None:

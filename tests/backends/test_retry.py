@@ -164,9 +164,9 @@ def test_stop_interrupts_a_wait() -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert failed.wait(30)
+    assert failed.wait(60)
     stop.set()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(raised) == 1
 

@@ -192,7 +192,7 @@ def test_silence_is_cut() -> None:
         def play(peer: Peer) -> None:
             peer.request()
             peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")
-            peer.gone.wait(20)
+            peer.gone.wait(60)
 
         server.play = play
         pool = HttpPool("127.0.0.1", server.port, connect_s=20, stall_s=0.1)

@@ -26,6 +26,7 @@ from ckptmgr.core.retention import KeepLast
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.testing.faults import ActiveFault, Fault
 from ckptmgr.testing.stores import Store
+from ckptmgr.testing.waits import Stopwatch
 from ckptmgr.training.manager import CheckpointManager
 
 MakeStore = Callable[[str], Store]
@@ -108,11 +109,11 @@ class Training:
                 if step == 20:
                     # Not part of any step: what comes next would overtake what is being tried again.
                     wait_for(lambda: manager.status().uploads.committed)
-                at = time.perf_counter()
+                watch = Stopwatch()
                 pace.wait(PACE_S)
                 if step % 10 == 0:
                     manager.save(step, state_of(step))
-                self.longest_s = max(self.longest_s, time.perf_counter() - at)
+                self.longest_s = max(self.longest_s, watch.seconds)
         self.report = manager.close()
 
 

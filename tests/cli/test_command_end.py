@@ -96,7 +96,7 @@ def test_signals_reach_the_command(make_store: MakeStore, number: signal.Signals
     assert _line(process) == "ready"
     process.send_signal(number)
     assert _line(process) == number.name
-    assert process.wait(30) == 40
+    assert process.wait(60) == 40
     process.communicate()
 
 
@@ -165,7 +165,7 @@ print(f"{interrupts} in all", flush=True)
     assert _line(process) == "hit"
     process.send_signal(signal.SIGTERM)
     assert _line(process) == "1 in all"
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     process.communicate()
     os.close(ours)
 

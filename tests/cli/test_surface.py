@@ -221,7 +221,7 @@ def test_interrupted(make_store: MakeStore, push_steps: PushSteps, tmp_path: Pat
     with store.server.faults.injected(Fault(hold="before", times=None, key=at)) as held:
         words = [sys.executable, "-m", "ckptmgr.cli.main", "ls", f"{store.url}/run"]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-        assert held.reached.wait(30)
+        assert held.reached.wait(60)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "ckptmgr: error: interrupted\n")

@@ -83,11 +83,11 @@ def test_replaced_in_the_store_after_the_history_was_read(push_tree: PushTree, t
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(resume(run, LATEST, to=tmp_path / "target")))
     thread.start()
-    assert held.reached.wait(20)
+    assert held.reached.wait(60)
     for name in pushed.files[1]:
         pushed.store.put(f"run/{data_key(pushed.stems[1], name)}", pushed.files[0].get(name, b"other"))
     held.release()
-    thread.join(20)
+    thread.join(60)
     assert pushed.store.get(key) != pushed.files[1][path]
     assert [found.manifest.stem for found in results] == [pushed.stems[0]]
     assert files_in(tmp_path / "target") == pushed.files[0]

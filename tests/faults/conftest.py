@@ -45,7 +45,7 @@ def _killer() -> Iterator[subprocess.Popen[str]]:
     assert process.stdin is not None
     yield process
     process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert process.stdout is not None
     process.stdout.close()
 

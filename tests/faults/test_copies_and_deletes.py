@@ -222,7 +222,7 @@ def test_parts_are_copied_side_by_side_within_the_pace(workers: int, slots: int,
             used.append(pace.used)
             if used[-1] == expected:
                 full.set()
-            assert full.wait(30)
+            assert full.wait(60)
 
     store = copying(fail, workers=workers, retrier=Retrier(QUICK, pace=pace))
     store.cp_file("a/source", "a/target")

@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import Depth, verify_run
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
+from ckptmgr.testing.waits import Stopwatch
 
 pytest.importorskip("torch")
 
@@ -48,7 +48,7 @@ class Training:
         self._rest = b""
         self.lines: list[dict[str, Any]] = []
         self.took_s = 0.0
-        self._signalled_at: float | None = None
+        self._signalled: Stopwatch | None = None
         self._ended: dict[str, int] | None = None
 
     @property
@@ -68,11 +68,11 @@ class Training:
         return [line for line in self.lines if key in line][-1]
 
     def send(self, number: int = signal.SIGTERM) -> None:
-        self._signalled_at = time.monotonic()
+        self._signalled = Stopwatch()
         os.kill(self.pid, number)
 
     def send_to_group(self, number: int = signal.SIGTERM) -> None:
-        self._signalled_at = time.monotonic()
+        self._signalled = Stopwatch()
         os.killpg(self.pid, number)
 
     def wait(self) -> dict[str, int]:
@@ -81,8 +81,8 @@ class Training:
             pass
         if self._ended is None:
             self._ended = self._answer()
-            if self._signalled_at is not None:
-                self.took_s = time.monotonic() - self._signalled_at
+            if self._signalled is not None:
+                self.took_s = self._signalled.seconds
             os.close(self._fd)
         return self._ended
 
@@ -108,7 +108,7 @@ class Training:
         for line in map(json.loads, whole):
             self.lines.append(line)
             if "at" in line:
-                self._signalled_at = time.monotonic()
+                self._signalled = Stopwatch()
         return bool(block)
 
 

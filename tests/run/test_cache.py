@@ -459,7 +459,7 @@ def test_processes_that_look_at_once_leave_a_whole_file(url: str, caches: Path, 
     start = threading.Barrier(4)
 
     def one() -> None:
-        start.wait(30)
+        start.wait(60)
         for _ in range(3):
             outcomes.append(look(url))
             path.unlink(missing_ok=True)

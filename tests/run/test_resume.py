@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -66,6 +67,20 @@ def data_dir(run_url: str, step: int) -> Path:
     return found
 
 
+class Syncs:
+    """Names of what is synced, files and folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        fsync = os.fsync
+
+        def noted(fd: int) -> None:
+            self.names.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", noted)
+
+
 # --- the target ---------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +133,34 @@ def test_target_that_holds_it_already_is_not_transferred_again(
     }
     assert {path: path.stat().st_mtime_ns for path in [target, *target.rglob("*")]} == before
     assert [entry.key for entry in store.server.log if "/checkpoints/" in entry.key and entry.method == "GET"] == []
+
+
+@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_what_ends_with_this_process_is_not_synced(
+    make_store: MakeStore,
+    push_steps: PushSteps,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    lasting: bool,
+) -> None:
+    """What `resume` leaves behind survives a power cut, every file and name of it; a manager's own copy has no need to. Both are whole, and verified."""
+    url = f"{make_store(kind).url}/run"
+    push_steps(url, 100)
+    syncs = Syncs(monkeypatch)
+    began: list[int] = []
+    monkeypatch.setattr("ckptmgr.backends.parts.start_writeback", lambda fd, offset, length: began.append(offset))
+    target = tmp_path / "into" / "checkpoint"
+    resumed = resume(RunDirectory.open(url), parse_selector("latest"), to=target, lasting=lasting)
+    assert resumed.source == "remote"
+    assert files(target) == files(tmp_path / "trained" / "checkpoint-100")
+    assert read_sidecar(target).manifest.step == 100
+    if lasting:
+        assert {*(path.name for path in target.rglob("*")), "into", "checkpoint.partial"} <= set(syncs.names)
+    else:
+        assert syncs.names == []
+    assert bool(began) is (lasting and kind == "moto")
 
 
 def test_same_bytes_without_a_sidecar_are_this_checkpoint(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
@@ -327,14 +370,14 @@ def test_two_at_once_share_one_target(run_url: str, tmp_path: Path) -> None:
     started = threading.Barrier(2)
 
     def one() -> None:
-        started.wait(10)
+        started.wait(60)
         results.append(resume(RunDirectory.open(run_url), parse_selector("latest"), to=tmp_path / "here"))
 
     threads = [threading.Thread(target=one) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sorted(str(result.source) for result in results) == ["None", "remote"]
     assert files(tmp_path / "here") == files(tmp_path / "trained" / "checkpoint-300")
     assert names(tmp_path) == ["here", "here.ckptmgr.json", "store", "trained"]

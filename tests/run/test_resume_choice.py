@@ -271,13 +271,13 @@ def test_pruned_while_it_is_downloaded(
         manifest = store.get(f"run/manifests/{newest}.json")
         held = store.server.faults.add(Fault(method="GET", key=f"*/checkpoints/{newest}/*", hold="before", times=1))
         thread, results = in_background(cli_here, "resume", url, selector, "--json")
-        assert held.reached.wait(30)
+        assert held.reached.wait(60)
         data = store.snapshot(f"run/checkpoints/{newest}/")
         store.put(f"run/manifests/{newest}.json", closing.encode())
         for key in data:
             store.delete(key)
         held.release()
-        thread.join(30)
+        thread.join(60)
         (result,) = results
         assert result.returncode == code, result.stderr
         assert "damaged" not in result.stderr

@@ -20,7 +20,7 @@ def test_what_moved_is_told_although_all_had_ended(monkeypatch: pytest.MonkeyPat
 
     def start_and_end(thread: threading.Thread) -> None:
         start(thread)
-        thread.join(20)
+        thread.join(60)
 
     monkeypatch.setattr(threading.Thread, "start", start_and_end)
     together([(1, partial(moved.relative_update, 5))] * 4, moved, most=4)

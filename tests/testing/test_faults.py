@@ -19,7 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedErro
 
 # What botocore makes of a connection that is reset: it depends on whether the client was still sending.
 RESET = (ConnectionClosedError, BotoCoreError, ConnectionError, http.client.HTTPException)
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 @pytest.fixture

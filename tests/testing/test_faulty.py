@@ -33,7 +33,7 @@ from ckptmgr.testing.faulty import (
     transient,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

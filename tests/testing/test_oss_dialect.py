@@ -25,9 +25,9 @@ FORBID = {"x-oss-forbid-overwrite": "true"}
 def connect(server: OssServer, bucket: str, version: str = "v4", identity: str = "admin") -> Any:
     who = server.identity(identity)
     if version == "v1":
-        return oss2.Bucket(oss2.Auth(who.access_key, who.secret_key), server.url, bucket, connect_timeout=5)
+        return oss2.Bucket(oss2.Auth(who.access_key, who.secret_key), server.url, bucket, connect_timeout=60)
     auth = oss2.AuthV4(who.access_key, who.secret_key)
-    return oss2.Bucket(auth, server.url, bucket, connect_timeout=5, region="cn-hangzhou")
+    return oss2.Bucket(auth, server.url, bucket, connect_timeout=60, region="cn-hangzhou")
 
 
 @pytest.fixture(params=["v1", "v4"])
@@ -179,8 +179,8 @@ class TestGet:
         import requests
 
         url = bucket.sign_url("GET", "a/1.bin", 60, slash_safe=True)
-        assert requests.get(url, timeout=5).content == BIG
-        assert requests.get(url.replace("1.bin", "2.bin"), timeout=5).status_code == 403
+        assert requests.get(url, timeout=60).content == BIG
+        assert requests.get(url.replace("1.bin", "2.bin"), timeout=60).status_code == 403
 
 
 class TestList:
@@ -247,7 +247,7 @@ class TestCreateOnly:
             own = oss2.Bucket(bucket.auth, bucket.endpoint, bucket.bucket_name, region=bucket.region)
             outcomes = []
             for key in keys:
-                barrier.wait(20)
+                barrier.wait(60)
                 try:
                     own.put_object(key, b"writer %d" % i, headers=FORBID)
                     outcomes.append("won")

@@ -20,7 +20,7 @@ def bucket(request: pytest.FixtureRequest, oss_server: OssServer, bucket_name: s
     oss_server.create_bucket(bucket_name)
     who = oss_server.identity("admin")
     auth = (oss2.Auth if request.param == "v1" else oss2.AuthV4)(who.access_key, who.secret_key)
-    return oss2.Bucket(auth, oss_server.url, bucket_name, connect_timeout=5, region="cn-hangzhou")
+    return oss2.Bucket(auth, oss_server.url, bucket_name, connect_timeout=60, region="cn-hangzhou")
 
 
 def test_upload_list_and_complete(bucket: Any, oss_server: OssServer) -> None:

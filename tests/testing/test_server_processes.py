@@ -32,7 +32,7 @@ class TestWeed:
             assert directory is not None
             server.stop()
             with pytest.raises(OSError, match="refused"):
-                urllib.request.urlopen(url, timeout=5)
+                urllib.request.urlopen(url, timeout=60)
             server.start()
             assert server.url == url
             assert server.raw_get("bkt", "a") == b"x" * 100_000
@@ -46,9 +46,9 @@ class TestWeed:
             assert server.url.startswith("https://127.0.0.1:")
             trusting = ssl.create_default_context(cafile=server.env["AWS_CA_BUNDLE"])
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(server.url, timeout=5, context=trusting)
+                urllib.request.urlopen(server.url, timeout=60, context=trusting)
             with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
-                urllib.request.urlopen(server.url, timeout=5, context=ssl.create_default_context())
+                urllib.request.urlopen(server.url, timeout=60, context=ssl.create_default_context())
             authority = server.authority
             assert authority is not None
             assert (authority.parent / "server.key").stat().st_mode & 0o77 == 0
@@ -92,7 +92,7 @@ class TestCommandLine:
     @staticmethod
     def is_up(url: str) -> bool:
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            urllib.request.urlopen(url, timeout=60).close()
         except OSError as error:
             return hasattr(error, "status")
         return True

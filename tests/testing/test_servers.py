@@ -208,7 +208,7 @@ class TestConditions:
         barrier = threading.Barrier(8)
 
         def write(i: int) -> str:
-            barrier.wait(20)
+            barrier.wait(60)
             try:
                 s3.put_object(Bucket=bucket_name, Key="race", Body=b"writer %d" % i, IfNoneMatch="*")
             except ClientError as error:

@@ -16,7 +16,7 @@ from ckptmgr.training import notices
 from ckptmgr.training.notices import AliyunNotice, Ec2Notice, MetadataNotice, Poller
 from ckptmgr.training.preemption import Preemption
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 KINDS: dict[str, tuple[type[MetadataNotice], str]] = {
     "ec2": (Ec2Notice, EC2_PATH),
     "aliyun": (AliyunNotice, ALIYUN_PATH),

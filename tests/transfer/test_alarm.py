@@ -142,7 +142,7 @@ def test_failures_of_several_threads_are_all_counted() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert alarm.check() == "4000 uploads in a row have failed"
 
 

@@ -17,7 +17,7 @@ from ckptmgr.transfer import logfile
 from ckptmgr.transfer.line import Line
 from ckptmgr.transfer.messages import Close, Command, Event, Failed, Hurry, Logged, Moved, Notify, decode, encode
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 STEM = Stem(1, 100, 1, "0123abcd")
 Pair = tuple[Line, Line]
 

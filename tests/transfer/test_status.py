@@ -28,7 +28,7 @@ from ckptmgr.transfer.status import (
 )
 
 NOW = datetime(2026, 11, 29, 12, 0, 0, tzinfo=timezone.utc)
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def saved(step: int, at: str | None = None, *, attempt: int = 1) -> Manifest:
