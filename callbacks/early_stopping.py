@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ckptmgr.callbacks import checks
-from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.alone import AloneCallback
+from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.monitored import Monitored
 from ckptmgr.callbacks.readings import metric_of
 from ckptmgr.core.policies import Mode
@@ -18,7 +19,7 @@ _log = logging.getLogger(__name__)
 _OWNER = "EarlyStoppingCallback"
 
 
-class EarlyStoppingCallback(Callback):
+class EarlyStoppingCallback(AloneCallback):
     """End the training when a metric has not got better for `patience` evaluations in a row.
 
     Better means: by more than `min_delta` than the best value so far. Rules:
@@ -100,6 +101,7 @@ class EarlyStoppingCallback(Callback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Nothing has failed yet."""
         self._failed = False
+        self._take_up(state)
 
     def on_evaluate(
         self,
@@ -113,6 +115,7 @@ class EarlyStoppingCallback(Callback):
         """Count the evaluation. A collective where there are several ranks."""
         if self.source == "evaluation" and state.global_step != self._last_step:
             self._judge(self.metric.read(metrics, state), state, control, model)
+            self._keep(state)
 
     def on_log(
         self,
@@ -127,6 +130,7 @@ class EarlyStoppingCallback(Callback):
         wanted = self.source == "log" and state.global_step != self._last_step
         if wanted and metric_of(logs, self.metric.name) is not None:
             self._judge(self.metric.read(logs, state), state, control, model)
+            self._keep(state)
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The weights stay as they are."""
@@ -193,7 +197,7 @@ class EarlyStoppingCallback(Callback):
         if math.isfinite(value) and self._is_better(value):
             self.best, self.best_step, self.waited = value, state.global_step, 0
             if self.restore_best and model is not None:
-                self._keep(model)
+                self._copy_weights(model)
         else:
             self.waited += 1
         self._stop_if_due(value, state, control)
@@ -236,7 +240,7 @@ class EarlyStoppingCallback(Callback):
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 
-    def _keep(self, model: Any) -> None:
+    def _copy_weights(self, model: Any) -> None:
         """Copy the weights to host memory, in place of the copy before."""
         kept = self._weights or {}
         for name, value in model.state_dict().items():

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ckptmgr.callbacks import checks, gradients
+from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.anomalies import Anomaly, Detector, Kind, Limits
-from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.readings import LossSource, Pending, numbers_of
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.training import ranks
@@ -23,7 +24,7 @@ _KEPT_ANOMALIES = 1000
 Action = Literal["warn", "save", "stop"]
 
 
-class LossMonitorCallback(Callback):
+class LossMonitorCallback(AloneCallback):
     """Say every `log_interval` steps how the loss is, and act on what is unusual.
 
     The loss is that of each step, or where the host does not hand it over (Hugging Face's Trainer), its mean since the last log, when that is logged.
@@ -135,6 +136,10 @@ class LossMonitorCallback(Callback):
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Go on from the checkpoint."""
+        self._take_up(state)
+
     def on_pre_optimizer_step(
         self,
         args: Any,
@@ -188,6 +193,7 @@ class LossMonitorCallback(Callback):
         self._act(state, control, agreeing=False)
         if state.global_step - self._said_step >= self.log_interval:
             self._say_how_it_is(state)
+        self._keep(state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Look at what is left, and say if there was nothing at all."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ckptmgr.callbacks import checks
-from ckptmgr.callbacks.base import Callback, TrainerControl, TrainerState
+from ckptmgr.callbacks.alone import AloneCallback
+from ckptmgr.callbacks.base import TrainerControl, TrainerState
 from ckptmgr.callbacks.plateau import Plateau
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.policies import Mode
@@ -19,7 +20,7 @@ _OWNER = "LRSchedulerCallback"
 Kind = Literal["cosine", "linear", "constant", "plateau"]
 
 
-class LRSchedulerCallback(Callback):
+class LRSchedulerCallback(AloneCallback):
     """Set the learning rate of every parameter group before each step: its own base rate times a factor.
 
     The base rate is that which the group has when training begins first (`initial_lr`, if a scheduler has left one). The factor rises from 0 to 1 over
@@ -111,6 +112,7 @@ class LRSchedulerCallback(Callback):
         Raises:
             ConfigError: how long is needed and not known, or there is no optimizer.
         """
+        self._take_up(state)
         self._total = self.total_steps or state.max_steps or None
         needs_end = self.schedule in ("cosine", "linear") or bool(self.warmup_ratio)
         if needs_end and (self._total is None or self._total < 1):
@@ -132,6 +134,7 @@ class LRSchedulerCallback(Callback):
                 )
             self._base = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.last_lr = []
+        self._keep(state)
 
     def on_step_begin(
         self,
@@ -163,7 +166,11 @@ class LRSchedulerCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """With plateau, look at the metric. A collective then where there are several ranks."""
-        if self._plateau is not None and self._plateau.is_over(metrics, state) and state.is_world_process_zero:
+        if self._plateau is None:
+            return
+        reduced = self._plateau.is_over(metrics, state)
+        self._keep(state)
+        if reduced and state.is_world_process_zero:
             _log.info(
                 "step %d: %s got no better, the learning rate becomes %s",
                 state.global_step,

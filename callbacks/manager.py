@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmgr.callbacks import huggingface_states, privilege
+from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.background import Background
 from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of
 from ckptmgr.callbacks.hooks import CallHook, caller, find_hook
@@ -26,7 +27,7 @@ _FLAGS = (
 # Once per training, where nothing waits: begin looks at the store and end drains uploads, both take as long as they take.
 _UNHURRIED = {"on_init_end", "on_train_begin", "on_train_end", "on_exception"}
 # After the last of them that comes before a save, its decisions are all made.
-_BEFORE_SAVES = {"on_step_end", "on_evaluate", "on_evaluate_end", "on_epoch_end"}
+_BEFORE_SAVES = {"on_step_end", "on_log", "on_evaluate", "on_evaluate_end", "on_epoch_end"}
 
 
 @dataclass(slots=True)
@@ -191,6 +192,8 @@ class CallbackManager(Callback):
         failures = Failures(name or name_of(callback), self._most_failures)
         if isinstance(callback, CallbackManager):
             callback._is_nested = True
+        elif isinstance(callback, AloneCallback):
+            callback.is_managed = True
         entry = _Entry(
             callback=callback,
             target=Background(callback, failures) if run_async else callback,

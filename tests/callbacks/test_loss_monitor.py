@@ -118,15 +118,15 @@ def test_losses_are_read_once_per_interval(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_accumulation_counts_steps() -> None:
     """The loss of a step is the mean over its micro-batches, the gradient that of all of them."""
-    model: Any = torch.nn.Linear(1, 1, bias=False)
-    callback = LossMonitorCallback(1)
+    model = torch.nn.Linear(1, 1, bias=False)
+    callback, weight = LossMonitorCallback(1), model.weight
     losses = iter([1.0, 3.0, 5.0, 7.0])
     Trainer(
         model,
         TrainingArguments(gradient_accumulation_steps=2),
         train_dataloader=[torch.ones(1)] * 4,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        loss_fn=lambda model, batch: model.weight.sum() * 3 - model.weight.detach().sum() * 3 + next(losses),
+        loss_fn=lambda model, batch: (weight - weight.detach()).sum() * 3 + next(losses),
         callbacks=[callback],
     ).train()
     assert (callback.mean, callback.last, callback.grad_norm) == (4.0, 6.0, 3.0)

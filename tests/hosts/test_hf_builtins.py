@@ -1,0 +1,257 @@
+"""The built-in callbacks in transformers' Trainer, each added alone and through a manager; in this process."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmgr.callbacks.base import Callback, Priority
+from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
+from ckptmgr.callbacks.gradient_clip import GradientClipCallback
+from ckptmgr.callbacks.loss_monitor import LossMonitorCallback
+from ckptmgr.callbacks.lr_schedule import LRSchedulerCallback
+from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.callbacks.memory import MemoryCallback
+
+# Not ours: what transformers and its libraries have to say about each other.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("offline", "one_thread")]
+
+STEPS, ACCUMULATION = 8, 2
+
+Make = Callable[..., Any]
+
+
+class Watch(Callback):
+    """What the optimizer steps with, and what is logged."""
+
+    priority = Priority.LOG
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.norms.append(
+            math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Make:
+    """Small trainings: 8 steps of two micro-batches, 4 an epoch."""
+
+    def make(*callbacks: Any, **options: Any) -> Any:
+        import torch
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            LlamaConfig,
+            LlamaForCausalLM,
+            Trainer,
+            TrainingArguments,
+        )
+
+        tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "lr_scheduler_type": "constant",
+            "learning_rate": 1e-2,
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            **options,
+        }
+        return Trainer(
+            model=LlamaForCausalLM(config),
+            args=TrainingArguments(**settings),
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            callbacks=list(callbacks),
+        )
+
+    return make
+
+
+@pytest.fixture(params=["alone", "managed"])
+def wrap(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Both ways to hand a callback to the Trainer."""
+    return (lambda callback: callback) if request.param == "alone" else (lambda callback: CallbackManager([callback]))
+
+
+def said(caplog: pytest.LogCaptureFixture, module: str) -> list[str]:
+    names = f"ckptmgr.callbacks.{module}"
+    return [r.getMessage() for r in caplog.records if r.name == names and r.levelno >= logging.WARNING]
+
+
+def test_early_stopping(make_trainer: Make, wrap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loss stays the same: ended by the third evaluation, and resumed after the second one as well."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.0}
+    callback = EarlyStoppingCallback(patience=2)
+    trainer = make_trainer(wrap(callback), save_strategy="steps", save_steps=2, **options)
+    trainer.train()
+    assert trainer.state.global_step == callback.stopped_step == 6
+    assert callback.best_step == 2
+    assert len(said(caplog, "early_stopping")) == 1
+    resumed = EarlyStoppingCallback(patience=2)
+    trainer = make_trainer(wrap(resumed), **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert trainer.state.global_step == 6
+    assert resumed.state_dict() == callback.state_dict()
+
+
+def test_early_stopping_restores_the_best(make_trainer: Make) -> None:
+    """The loss only rises (a negative rate): the weights of the first evaluation come back."""
+    import torch
+
+    kept: dict[int, Any] = {}
+
+    class Keep(Callback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept[state.global_step] = {k: v.clone() for k, v in kwargs["model"].state_dict().items()}
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for parameter in kwargs["model"].parameters():
+                parameter.grad.neg_()
+
+    trainer = make_trainer(
+        Keep(), EarlyStoppingCallback("loss", 2, restore_best=True), eval_strategy="steps", eval_steps=1
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    ended = trainer.model.state_dict()
+    assert all(torch.equal(ended[name], value) for name, value in kept[1].items())
+    assert not all(torch.equal(ended[name], value) for name, value in kept[3].items())
+
+
+def test_the_loss_monitor_goes_by_the_logs(make_trainer: Make, wrap: Any, tmp_path: Path) -> None:
+    """A loss and a norm per log, NaN in both; its save and its stop are done at that step."""
+
+    class Poison(Callback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                next(kwargs["model"].parameters()).data.fill_(math.nan)
+
+    callback = LossMonitorCallback(1, on_nonfinite=["save", "stop"])
+    trainer = make_trainer(Poison(), wrap(callback), logging_nan_inf_filter=False)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [(anomaly.kind, anomaly.step) for anomaly in callback.anomalies] == [("nonfinite", 5), ("explosion", 5)]
+    assert callback.mean == pytest.approx(sum(entry["loss"] for entry in logged[:4]) / 4)
+    assert callback.grad_norm == pytest.approx(logged[3]["grad_norm"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-5"]
+
+
+def test_the_loss_monitor_resumes(make_trainer: Make, wrap: Any, tmp_path: Path) -> None:
+    """The window after a resume is that of the whole run, as far as its losses are the same."""
+    whole = LossMonitorCallback(window=3)
+    make_trainer(wrap(whole), save_strategy="steps", save_steps=5).train()
+    resumed = LossMonitorCallback(window=5)
+    trainer = make_trainer(wrap(resumed))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-5"))
+    # Three before the resume, three after it, of which one has gone.
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    assert resumed.mean == pytest.approx(sum(losses[3:]) / 5)
+    assert resumed.last == whole.last
+
+
+def test_the_trainers_own_clipping_stands(make_trainer: Make, wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
+    callback, watch = GradientClipCallback(0.01), Watch()
+    make_trainer(wrap(callback), watch, max_grad_norm=0.25).train()
+    assert watch.norms == pytest.approx([0.25] * STEPS, rel=1e-4)
+    assert callback.steps == 0
+    assert ["max_grad_norm=0.25" in line for line in said(caplog, "gradient_clip")] == [True]
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.0}, {}], ids=["off", "replaced"])
+def test_clipping_once_per_step(make_trainer: Make, wrap: Any, options: dict[str, Any]) -> None:
+    """Also in place of the Trainer's own, which is on by default; the logs say the true norm."""
+    callback, watch = GradientClipCallback(0.125, replace_host=not options), Watch()
+    trainer = make_trainer(wrap(callback), watch, **options)
+    before = trainer.args.max_grad_norm
+    trainer.train()
+    assert watch.norms == pytest.approx([0.125] * STEPS, rel=1e-4)
+    assert (callback.steps, callback.clipped, callback.nonfinite) == (STEPS, STEPS, 0)
+    logged = [entry["grad_norm"] for entry in watch.logs if "grad_norm" in entry]
+    assert callback.last_norm == pytest.approx(logged[-1])
+    assert min(logged) > 0.125
+    assert trainer.args.max_grad_norm == before
+
+
+def test_schedules_are_those_of_transformers(make_trainer: Make, wrap: Any) -> None:
+    """The same rates as its own schedulers make, used and logged."""
+    import torch
+    from transformers import get_scheduler  # type: ignore[import-not-found, unused-ignore]
+
+    for name, ours, kwargs in (
+        ("linear", {"schedule": "linear"}, {}),
+        ("cosine", {"schedule": "cosine"}, {}),
+        ("constant_with_warmup", {"schedule": "constant"}, {}),
+        ("cosine_with_restarts", {"schedule": "cosine", "cycles": 2}, {"num_cycles": 2}),
+        ("cosine_with_min_lr", {"schedule": "cosine", "min_lr": 1e-3}, {"min_lr": 1e-3}),
+    ):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+        reference = get_scheduler(
+            name, optimizer, num_warmup_steps=3, num_training_steps=STEPS, scheduler_specific_kwargs=kwargs
+        )
+        wanted = []
+        for _ in range(STEPS):
+            wanted.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            reference.step()
+        watch = Watch()
+        make_trainer(wrap(LRSchedulerCallback(warmup_steps=3, **ours)), watch).train()
+        assert watch.rates == pytest.approx(wanted), name
+        assert [entry["learning_rate"] for entry in watch.logs if "loss" in entry] == pytest.approx(wanted), name
+
+
+@pytest.mark.parametrize(("kind", "lines"), [("linear", 1), ("constant", 0)])
+def test_the_trainers_own_schedule_is_overruled(
+    make_trainer: Make, wrap: Any, kind: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Watch()
+    make_trainer(wrap(LRSchedulerCallback("cosine", warmup_ratio=0.25)), watch, lr_scheduler_type=kind).train()
+    assert watch.rates[:3] == pytest.approx([0.0, 0.005, 0.01])
+    assert len(said(caplog, "lr_schedule")) == lines
+
+
+def test_plateau_survives_a_resume(make_trainer: Make, wrap: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-12}
+
+    def train(**more: Any) -> list[float]:
+        watch, path = Watch(), more.pop("resume", None)
+        # Nothing is better by 1 %: reduced at every third evaluation after the first.
+        ours = LRSchedulerCallback("plateau", factor=0.5, patience=2, min_delta=0.01)
+        make_trainer(wrap(ours), watch, **options, **more).train(resume_from_checkpoint=path)
+        return watch.rates
+
+    whole = train(save_strategy="steps", save_steps=5)
+    assert whole == pytest.approx([1e-12] * 4 + [0.5e-12] * 3 + [0.25e-12], rel=1e-9, abs=0)
+    assert train(resume=str(tmp_path / "out/checkpoint-5")) == pytest.approx(whole[5:], rel=1e-9, abs=0)
+
+
+def test_memory(make_trainer: Make, wrap: Any) -> None:
+    callback = MemoryCallback(1, warmup_steps=2)
+    make_trainer(wrap(callback)).train()
+    assert callback.last["host"] > 1 << 20
+    assert callback.leaks == 0
