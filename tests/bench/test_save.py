@@ -26,6 +26,7 @@ def save(bench: Callable[[str], ModuleType]) -> ModuleType:
     return bench("save")
 
 
+@pytest.mark.slow
 def test_one_small_real_round_ends_with_the_three_ratios(save: ModuleType, tmp_path: Path) -> None:
     """Every way to save runs, and the last line is one JSON object; nothing is left behind."""
     command = [sys.executable, str(save.__file__), "--size-mib", "16", "--rounds", "1", "--dir", str(tmp_path)]

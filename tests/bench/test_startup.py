@@ -17,6 +17,7 @@ def startup(bench: Callable[[str], ModuleType]) -> ModuleType:
     return bench("startup")
 
 
+@pytest.mark.slow
 def test_one_real_round_ends_with_the_two_ratios(startup: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command of the bench runs, and the last line is one JSON object that a script can read."""
     assert startup.main(["--rounds", "1"]) == 0

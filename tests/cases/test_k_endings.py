@@ -166,7 +166,7 @@ def pending(tmp_path: Path) -> list[int]:
     return [manifest.step for manifest, _ in LocalTier.open(tmp_path / "disk").pending()]
 
 
-HOSTS = pytest.mark.parametrize("host", ["process", "thread"])
+HOSTS = pytest.mark.parametrize("host", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 NO_THREADS_AT_END = pytest.mark.skipif(
     (3, 12) <= sys.version_info < (3, 12, 2), reason="this Python starts no thread at its end"
 )
@@ -176,8 +176,22 @@ NO_THREADS_AT_END = pytest.mark.skipif(
 
 
 @NO_THREADS_AT_END
-@HOSTS
-@pytest.mark.parametrize(("ending", "code"), [("return", 0), ("raise", 1), ("exit", 0)])
+@pytest.mark.parametrize(
+    ("ending", "code", "host"),
+    [
+        ("raise", 1, "process"),
+        ("exit", 0, "thread"),
+        *(
+            pytest.param(ending, code, host, marks=pytest.mark.slow)
+            for ending, code, host in (
+                ("return", 0, "process"),
+                ("return", 0, "thread"),
+                ("raise", 1, "thread"),
+                ("exit", 0, "process"),
+            )
+        ),
+    ],
+)
 def test_k053_a_program_that_ends_by_itself_has_all_its_saves_committed(
     store: Store, start: Callable[..., Program], tmp_path: Path, host: str, ending: str, code: int
 ) -> None:
@@ -193,7 +207,7 @@ def test_k053_a_program_that_ends_by_itself_has_all_its_saves_committed(
 
 
 @NO_THREADS_AT_END
-@pytest.mark.parametrize("ending", ["return", "raise"])
+@pytest.mark.parametrize("ending", ["return", pytest.param("raise", marks=pytest.mark.slow)])
 def test_k053_what_a_stated_limit_leaves_is_named_and_the_exit_status_says_so(
     store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, ending: str
 ) -> None:
@@ -260,8 +274,15 @@ def test_k116_ctrl_c_once_is_bounded(store: Store, start: Callable[..., Program]
     held.release()
 
 
-@HOSTS
-@pytest.mark.parametrize("pause_s", [None, 0.1])
+@pytest.mark.parametrize(
+    ("host", "pause_s"),
+    [
+        ("process", None),
+        ("thread", 0.1),
+        pytest.param("process", 0.1, marks=pytest.mark.slow),
+        pytest.param("thread", None, marks=pytest.mark.slow),
+    ],
+)
 def test_k116_ctrl_c_twice_is_gone_in_three_seconds(
     store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, host: str, pause_s: float | None
 ) -> None:

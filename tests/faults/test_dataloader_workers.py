@@ -34,7 +34,12 @@ def run(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "epochs", "host"), [("fork", 20, "process"), ("fork", 20, "thread"), ("spawn", 2, "process")]
+    ("method", "epochs", "host"),
+    [
+        ("fork", 20, "process"),
+        pytest.param("fork", 20, "thread", marks=pytest.mark.slow),
+        pytest.param("spawn", 2, "process", marks=pytest.mark.slow),
+    ],
 )
 def test_workers_live_beside_the_uploader(
     make_store: Callable[[str], Store], tmp_path: Path, method: str, epochs: int, host: str

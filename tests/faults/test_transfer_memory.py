@@ -85,8 +85,11 @@ def measure(tier: LocalTier, run: RunDirectory) -> float:
 class TestPeak:
     @pytest.mark.parametrize(
         ("count", "size_bytes"),
-        [(2, 64 * MIB), (3, 32 * MIB), (8, 256 * MIB)],
-        ids=["2x64MiB", "3x32MiB whole", "8x256MiB"],
+        [
+            pytest.param(2, 64 * MIB, id="2x64MiB"),
+            pytest.param(3, 32 * MIB, id="3x32MiB whole"),
+            pytest.param(8, 256 * MIB, id="8x256MiB", marks=pytest.mark.slow),
+        ],
     )
     def test_it_does_not_depend_on_the_amount(
         self,

@@ -84,6 +84,11 @@ def kill_in_the_middle_of_an_upload(store: Store, command: list[str], machine: P
             pause.wait(0.02)
 
 
+@pytest.mark.parametrize(
+    "store",
+    ["s3", pytest.param("local", marks=pytest.mark.slow), pytest.param("oss", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_train_be_killed_resume_and_be_equal(
     store: Store, cli: Cli, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
