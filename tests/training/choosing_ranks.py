@@ -103,14 +103,14 @@ def manager(folder: Path, tier: str = "tier", **options: Any) -> CheckpointManag
     return CheckpointManager(folder / "store" / "run", local_dir=folder / tier, transfer="thread", **options)
 
 
-def save(folder: Path, *steps: int, **options: Any) -> None:
-    """Rank 0 saves these steps, and uploads them."""
+def save(folder: Path, *steps: int) -> None:
+    """Rank 0 saves these steps in a new run, and uploads them."""
     if rank() == 0:
-        with manager(folder, keep_local=KeepLast(9), **options) as saving:
-            if saving.list():
-                saving.restore({"bits": Bits()})
-            for step in steps:
-                saving.save(step, {"bits": Bits(step)}, wait=True)
+        saving = manager(folder, keep_local=KeepLast(9), on_save_error="raise")
+        for step in steps:
+            saving.save(step, {"bits": Bits(step)}, wait=True)
+        report = saving.close()
+        assert (report.committed, report.exit_code) == (len(steps), 0), report
     dist.barrier()
 
 
@@ -169,20 +169,20 @@ def commits_meanwhile(folder: Path) -> list[dict[str, Any]]:
     manifests = folder / "store" / "run" / "manifests"
     (manifest,) = manifests.glob("*-000000000300-*")
     aside = folder / manifest.name
+    # How many requests a choice takes, on rank 0: the commits are spread over them.
+    requests = [0]
+    restored(manager(folder, "counted", wrap_backend=lambda inner: Watched(inner, requests.append)))
     found = []
     for offset in range(OFFSETS):
+        dist.barrier()
         if rank() == 0:
             manifest.rename(aside)
         dist.barrier()
 
         def after(calls: int, offset: int = offset) -> None:
-            if rank() == 0 and calls == offset + 1:
-                commit(offset)
-            elif rank() == 1:
+            if rank() == 1:
                 events.wait([f"{offset}"])
-
-        def commit(offset: int) -> None:
-            if aside.exists():
+            elif calls == 1 + offset * requests[-1] // OFFSETS:
                 aside.rename(manifest)
                 events.set(f"{offset}", "committed")
 
@@ -190,9 +190,6 @@ def commits_meanwhile(folder: Path) -> list[dict[str, Any]]:
             return Watched(inner, after)
 
         found.append(restored(manager(folder, f"fresh-{offset}", wrap_backend=wrap)))
-        if rank() == 0:
-            commit(offset)
-        dist.barrier()
     return found
 
 
