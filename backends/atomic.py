@@ -30,10 +30,13 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _NO_DIR_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes, *, create: bool = False) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes, *, create: bool = False, durable: bool = True) -> None:
     """Put `data` at `path`, all or nothing, durable on return. The directory must exist.
 
     Safe from any thread and process. With `create` exactly one of several racing writers wins.
+
+    Args:
+        durable: without it, readers see all or nothing, but a power cut may leave anything: for what ends with this process.
 
     Raises:
         ObjectExistsError: `create`, and something is at `path`; nothing was changed.
@@ -44,12 +47,13 @@ def write_atomic(path: str | os.PathLike[str], data: bytes, *, create: bool = Fa
     path = os.fspath(path)
     with os_errors("write", path, needed_bytes=len(data)), _temp_beside(path) as (temp, fd):
         write_all(fd, data)
-        os.fsync(fd)
-        publish(temp, path, create=create)
+        if durable:
+            os.fsync(fd)
+        publish(temp, path, create=create, durable=durable)
 
 
-def publish(temp: str, path: str, *, create: bool) -> None:
-    """Give the written and fsynced file `temp` the name `path` in one step, then make the name durable.
+def publish(temp: str, path: str, *, create: bool, durable: bool = True) -> None:
+    """Give the written and fsynced file `temp` the name `path` in one step, then make the name durable, unless `durable` is false.
 
     `temp` must be in the directory of `path`. It may still exist afterwards when `create` is set.
 
@@ -65,7 +69,8 @@ def publish(temp: str, path: str, *, create: bool) -> None:
             create_by_claim(temp, path)
     else:
         os.replace(temp, path)
-    fsync_dir(os.path.dirname(path) or ".")
+    if durable:
+        fsync_dir(os.path.dirname(path) or ".")
 
 
 def _link(temp: str, path: str) -> None:
@@ -104,8 +109,8 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
             os.close(fd)
 
 
-def make_dirs_durable(path: str | os.PathLike[str]) -> None:
-    """Create the directory `path` and its missing parents, each one durable in its parent before the next is made."""
+def make_dirs_durable(path: str | os.PathLike[str], *, durable: bool = True) -> None:
+    """Create the directory `path` and its missing parents, each one durable in its parent before the next is made, unless `durable` is false."""
     path = os.path.abspath(path)
     missing = []
     while not os.path.isdir(path):
@@ -122,7 +127,8 @@ def make_dirs_durable(path: str | os.PathLike[str]) -> None:
                 # Another process made it just now; a file in its place is an error.
                 if not os.path.isdir(directory):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory) from None
-        fsync_dir(os.path.dirname(directory))
+        if durable:
+            fsync_dir(os.path.dirname(directory))
 
 
 def copy_durable(

@@ -182,7 +182,14 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
 
     @abstractmethod
     def get_file(
-        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+        self,
+        rpath: str,
+        lpath: str,
+        callback: Any = None,
+        *,
+        expected: Digests | None = None,
+        lasting: bool = True,
+        **kwargs: Any,
     ) -> bool:
         """Write the object `rpath` to the local file `lpath`; its directory must exist.
 
@@ -192,6 +199,8 @@ class Backend(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
         Args:
             callback: as in `put_file`.
             expected: what the object should amount to. A backend that digests what arrives while it arrives compares it with this.
+
+            lasting: the caller will sync the file: the disk may begin with it. Without it, the file is for this process only.
 
         Returns:
             whether the file was seen to have the size and the BLAKE3 of `expected`. False says nothing.

@@ -173,7 +173,14 @@ class ObjectStoreBackend(ObjectUploads):
     # -- reads --------------------------------------------------------------------------------------------------------
 
     def get_file(
-        self, rpath: str, lpath: str, callback: Any = None, *, expected: Digests | None = None, **kwargs: Any
+        self,
+        rpath: str,
+        lpath: str,
+        callback: Any = None,
+        *,
+        expected: Digests | None = None,
+        lasting: bool = True,
+        **kwargs: Any,
     ) -> bool:
         rpath = self._strip_protocol(rpath)
         # What is known to be small needs no look before: its answer says all of it, and a digest tells two versions of it apart.
@@ -196,6 +203,7 @@ class ObjectStoreBackend(ObjectUploads):
                     progress=callback.relative_update if callback is not None else None,
                     follow=None if seen is None else seen.update,
                     is_whole=is_whole,
+                    lasting=lasting,
                 )
             if seen is None or expected is None:
                 return False

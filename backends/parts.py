@@ -148,6 +148,7 @@ def download_parts(
     progress: Callable[[int], object] | None = None,
     follow: Callable[[memoryview], object] | None = None,
     is_whole: bool = False,
+    lasting: bool = True,
 ) -> None:
     """Write all parts of `plan` to `fd`, several at a time. A part that breaks off goes on where it stopped.
 
@@ -159,13 +160,14 @@ def download_parts(
             more than one part. What it raises ends the download.
         follow: called by the calling thread with all bytes of the file in order, read back from `fd` as soon as they and all before them have
             arrived, while further parts do; the block changes after the call.
+        lasting: the file will be synced, so the disk begins with each part.
         is_whole: the plan is one part, and what is opened is the whole object, whatever it is by then: after a break it is received from its beginning.
 
     Raises:
         DiskFullError: there is no room for the file.
         SizeMismatchError: the whole object has another size.
     """
-    _Download(open_range, plan, fd, what, retrier, progress, follow, is_whole).run(workers)
+    _Download(open_range, plan, fd, what, retrier, progress, follow, is_whole, lasting).run(workers)
 
 
 class _PartDown:
@@ -188,6 +190,7 @@ class _Download:
         progress: Callable[[int], object] | None,
         follow: Callable[[memoryview], object] | None,
         is_whole: bool,
+        lasting: bool,
     ) -> None:
         self._open_range = open_range
         self._plan = plan
@@ -198,6 +201,7 @@ class _Download:
         self._follow = follow
         self._followed = 0
         self._is_whole = is_whole
+        self._lasting = lasting
         self._ended = threading.Event()
         # One write at a time: file systems take them one by one anyway, and those that wait in the kernel spin (twice the processor time, measured).
         self._writing = threading.Lock()
@@ -282,7 +286,8 @@ class _Download:
                 log.info("%s got to %d of %d bytes and goes on: %s", name, down.done, down.part.length, error)
                 continue
             self._buffers.append(buffer)
-            start_writeback(self._fd, down.part.offset, down.part.length)
+            if self._lasting:
+                start_writeback(self._fd, down.part.offset, down.part.length)
             return
 
     def _take_buffer(self) -> memoryview:

@@ -2,7 +2,7 @@
 
 save   SIZE_MIB RUN       not measured: the first step, saved and uploaded by ours
 write  SIZE_MIB FILE      not measured: the same state in one file by torch.save, as a loop without us would have it
-ours   SIZE_MIB RUN       `manager.restore` (choose, download, verify every byte, sync, load), and a step
+ours   SIZE_MIB RUN       `manager.restore` (choose, download, verify every byte, load), and a step
 s5cmd  SIZE_MIB OBJECT    `s5cmd cp`, `torch.load`, load, and a step; nothing is verified
 
 The last two print what they took, and the loss of the step, which must be the same for both.

@@ -5,8 +5,8 @@
 A model and its Adam state, of 1 GiB altogether, on a SeaweedFS that this starts. Each measurement is a process of its own; imports and the building of the
 model are not counted, for both do that alike.
 
-- `ours`: `CheckpointManager.restore` of what `save` has uploaded: the run is looked at, the newest chosen, every byte downloaded and verified by BLAKE3, synced, loaded;
-  and one step.
+- `ours`: `CheckpointManager.restore` of what `save` has uploaded: the run is looked at, the newest chosen, every byte downloaded and verified by BLAKE3, loaded; and one
+  step. Nothing is synced there: what is fetched ends with the process.
 - `s5cmd`: `s5cmd cp` of one file of `torch.save` with the same state, `torch.load`, `load_state_dict`, and one step. Nothing is verified or synced.
 
 The last line of the output is a JSON object with the median, over the rounds, of the ratio `resume_vs_s5cmd` within a round.
@@ -131,8 +131,8 @@ def report(found: Mapping[str, Sequence[Resumed]], size_mib: int, versions: str,
             "## Resume",
             "",
             f"`python bench/resume.py --size-mib {size_mib} --rounds {rounds}`: a model with Adam, {size_mib} MiB altogether, from SeaweedFS over http to the end of the",
-            f"first step, {rounds} interleaved rounds, each measurement a process of its own, imports and the building of the model not counted. Ours has every byte verified",
-            "and synced to the disk; the other way verifies nothing. Both come to the same loss.",
+            f"first step, {rounds} interleaved rounds, each measurement a process of its own, imports and the building of the model not counted. Ours has every byte verified;",
+            "the other way verifies nothing. Neither syncs what ends with the process. Both come to the same loss.",
             "",
             "| | wall, s | least to most | CPU, s | peak beyond the start, MiB |",
             "| --- | ---: | ---: | ---: | ---: |",

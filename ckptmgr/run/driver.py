@@ -76,6 +76,7 @@ class StoreDriver:
         link: `Fetch` makes hard links where it can. Only from a local tier: a trainer that writes a resumed file in place would otherwise
             reach through the link into the store.
         record: called for each `Record`, durably, before it returns.
+        lasting: what `Fetch` brings will be synced by the caller.
         moved: called with the number of bytes transferred since the last call, several times a second, also with 0.
         parts: the journal of a file's upload in parts, by its path.
     """
@@ -87,6 +88,7 @@ class StoreDriver:
         source: Path | None = None,
         target: Path | None = None,
         link: bool = False,
+        lasting: bool = True,
         record: Callable[[Record], None] | None = None,
         moved: Callable[[int], None] | None = None,
         parts: Callable[[str], PartJournal] | None = None,
@@ -95,6 +97,7 @@ class StoreDriver:
         self._source = source
         self._target = target
         self._link = link
+        self._lasting = lasting
         self._record = record
         self._moved = Moved(moved)
         self._parts = parts
@@ -193,7 +196,10 @@ class StoreDriver:
         """Bring the file; whether its bytes were checked on the way."""
         source = self._run.path(key)
         if not self._link:
-            return self._run.fs.get_file(source, str(target), callback=self._moved, expected=entry.digests)
+            digests = entry.digests
+            return self._run.fs.get_file(
+                source, str(target), callback=self._moved, expected=digests, lasting=self._lasting
+            )
         if not os.path.isfile(source):
             raise ObjectNotFoundError(f"{source} is missing", key=key)
         link_or_copy(source, target, sync=False)

@@ -88,6 +88,7 @@ def resume(
     strict: bool = False,
     replace: bool = False,
     durable: bool = False,
+    lasting: bool = True,
     progress: Progress | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> Resumed:
@@ -104,6 +105,7 @@ def resume(
         strict: for `latest`, fail instead of falling back.
         replace: replace whatever else `to` holds.
         durable: only what the store has counts, which other machines can get as well; bytes may still come from `tier`.
+        lasting: the directory is to survive a power cut. Without it nothing is synced: for one that no later process will take for whole.
         check: is shown the manifest of each checkpoint before anything of it is fetched; what it raises ends the resume, with nothing changed.
 
     Raises:
@@ -127,7 +129,7 @@ def resume(
     for places in wanted:
         stem = places[0].stem
         directory = to if to is not None else (under or Path(run.name)) / f"checkpoint-{stem.step}"
-        target = Target(Path(os.path.abspath(directory)))
+        target = Target(Path(os.path.abspath(directory)), lasting=lasting)
         for root in roots:
             target.refuse_run(root)
         if check is not None and (known := history.manifests.get(stem)) is not None:
@@ -238,7 +240,9 @@ def _fetch(place: Candidate, target: Target, manifest: Manifest, how: How, progr
     with target.partial_copy(manifest) as partial, locks.reading(run.uuid, stem):
         outcome = drive(
             protocol.fetch(stem, run.uuid, first=note.file if note is not None else ""),
-            StoreDriver(run, target=partial, link=place.source == "local", moved=progress.moved),
+            StoreDriver(
+                run, target=partial, link=place.source == "local", lasting=target.lasting, moved=progress.moved
+            ),
         )
         if isinstance(outcome, Fetched):
             target.publish(Sidecar(manifest=outcome.manifest, how=how))

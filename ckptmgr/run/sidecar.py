@@ -39,13 +39,13 @@ def sidecar_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.ckptmgr.json")
 
 
-def write_sidecar(directory: Path, sidecar: Sidecar) -> None:
-    """Put the sidecar beside `directory`, all or nothing, durably."""
+def write_sidecar(directory: Path, sidecar: Sidecar, *, durable: bool = True) -> None:
+    """Put the sidecar beside `directory`, all or nothing, durably unless `durable` is false."""
     document = json.loads(encode_manifest(sidecar.manifest))
     document[_HOW] = sidecar.how
     if sidecar.is_part:
         document = {"format": FORMAT, "version": VERSION, _PART: document}
-    write_atomic(sidecar_path(directory), canonical_json(document))
+    write_atomic(sidecar_path(directory), canonical_json(document), durable=durable)
 
 
 def read_sidecar(directory: Path, *, parts: bool = False) -> Sidecar:

@@ -28,9 +28,14 @@ _KEEP_FREE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The directory at the absolute path `directory`; its sidecar and its partial copy lie beside it."""
+    """The directory at the absolute path `directory`; its sidecar and its partial copy lie beside it.
+
+    Attributes:
+        lasting: it is to survive a power cut. Without it nothing is synced: right only where nobody will take what a dead process left there.
+    """
 
     directory: Path
+    lasting: bool = True
 
     @property
     def partial(self) -> Path:
@@ -71,7 +76,7 @@ class Target:
         except (CheckpointNotFoundError, ManifestError):
             there = None
         if there != sidecar:
-            write_sidecar(self.directory, sidecar)
+            write_sidecar(self.directory, sidecar, durable=self.lasting)
         return True
 
     def check(self, *, replace: bool) -> None:
@@ -143,7 +148,7 @@ class Target:
         repeat goes on from there; when the block ends without publishing it is removed, and so are the parents that were made for it.
         """
         above = _existing_parent(self.directory)
-        make_dirs_durable(self.partial)
+        make_dirs_durable(self.partial, durable=self.lasting)
         _sweep(self.partial, {entry.path for entry in manifest.files})
         try:
             yield self.partial
@@ -166,10 +171,11 @@ class Target:
         _sweep(
             self.partial, {entry.path for entry in sidecar.manifest.files}
         )  # what came in meanwhile was not verified
-        for entry in sidecar.manifest.files:
-            fsync_file(self.partial / entry.path)
-        for folder in {self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())}:
-            fsync_dir(folder)
+        if self.lasting:
+            for entry in sidecar.manifest.files:
+                fsync_file(self.partial / entry.path)
+            for folder in {self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())}:
+                fsync_dir(folder)
         old: Path | None = None
         if not self.directory.is_symlink() and self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
@@ -179,13 +185,14 @@ class Target:
         try:
             # Before the final name: without it the directory would have no known origin after a kill between the two. After the old one has lost that
             # name: or this sidecar would call the old files the new checkpoint.
-            write_sidecar(self.directory, sidecar)
+            write_sidecar(self.directory, sidecar, durable=self.lasting)
             os.rename(self.partial, self.directory)
         except BaseException:
             if old is not None and not os.path.lexists(self.directory):
                 os.rename(old, self.directory)
             raise
-        fsync_dir(self.directory.parent)
+        if self.lasting:
+            fsync_dir(self.directory.parent)
         if old is not None:
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
 

@@ -199,7 +199,7 @@ class LocalTier:
 
     def resume_folder(self) -> Path:
         """Where this process restores checkpoints to: a folder of its own, not made yet, for another one may be loading from its own.
-        Those of dead processes are removed."""
+        Those of dead processes are removed, never used again: what is in them need not survive a power cut."""
         folders = self.root / RESUMED
         with contextlib.suppress(FileNotFoundError):
             for path in folders.iterdir():

@@ -168,7 +168,8 @@ class Chooser:
         named = rewound_by_command(run)
         if named is None or named.manifest.stem != place.stem:
             logger.info("rank %d fetches %s, for rank 0's %s is not on its disk", rank(), place.stem, place.directory)
-            named = resume(run, parse_selector(f"id:{place.stem}"), under=tier.resume_folder(), tier=tier)
+            chosen = parse_selector(f"id:{place.stem}")
+            named = resume(run, chosen, under=tier.resume_folder(), tier=tier, lasting=False)
         return _Place.of(replace(named, how=place.how, skipped=place.skipped, attempt=place.attempt))
 
     def _drain(self) -> tuple[Stem, ...]:
@@ -200,7 +201,7 @@ class Chooser:
             return named
         try:
             folder = tier.resume_folder()
-            return resume(run, selector, under=folder, tier=tier, check=check, durable=durable)
+            return resume(run, selector, under=folder, tier=tier, check=check, durable=durable, lasting=False)
         except CheckpointNotFoundError as exc:
             if not getattr(exc, "empty", False):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,34 @@ class TestSaveAndRestore:
         assert restored is not None
         assert restored.source == "remote"
         assert other.numbers() == toy.numbers()
+
+    def test_what_another_life_left_unsynced_is_never_used(
+        self, manager: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A restore syncs nothing of its own copy, so a power cut may leave any bytes under the names of whole ones, and the process may have the
+        same number again."""
+        toy = Toy()
+        with manager() as saving:
+            saving.save(10, toy.state())
+        shutil.rmtree(tmp_path / "disk")
+        synced: list[str] = []
+        fsync = os.fsync
+
+        def noted(fd: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        other = Toy(seed=1)
+        with manager() as restoring:
+            left = Path(restoring.local_dir) / "resumed" / str(os.getpid()) / "checkpoint-10"
+            left.mkdir(parents=True)
+            (left / "model.safetensors").write_bytes(bytes(1000))
+            restored = restoring.restore(other.state())
+        assert restored is not None
+        assert other.numbers() == toy.numbers()
+        assert not left.exists()
+        assert [path for path in synced if "/resumed/" in path] == []
 
     def test_a_run_without_data_restores_nothing(self, manager: Make) -> None:
         """None, not an error, and the state is untouched."""
