@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.backends.registry import open_store
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.layout import Stem
 from ckptmgr.run.identity import new_uuid
 from ckptmgr.run.intake import take
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing import oss_translation, s3_dialect
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.stores import Store
 
@@ -65,6 +67,53 @@ def test_k031_some_files_that_fail_for_good(
     assert store.snapshot("run/checkpoints/") == {
         f"run/checkpoints/{stem}/{name}": data for name, data in FIFTY.items()
     }
+
+
+# --- K065 -----------------------------------------------------------------------------------------------------------------
+
+
+def check_pages(store: Store, ask: Ask, tree: Tree, to: Path, *, top: int, below: int) -> None:
+    """`top` files beside each other and `below` in a folder are pushed, listed with a delimiter and without, verified and fetched."""
+    files = {f"shard-{number:04}.bin": b"%d" % number for number in range(top)}
+    files |= {f"sub/part-{number:03}.bin": b"%d" % number for number in range(below)}
+    run = f"{store.url}/run"
+    stem = ask("push", tree("checkpoint-100", files), run)["id"]
+    prefix = f"run/checkpoints/{stem}/"
+    # The test double first, past our own code.
+    assert len(store.keys(prefix)) == top + below
+    fs, _ = open_store(run)
+    listed = fs.ls(store.at(prefix), detail=True)
+    assert [entry["type"] for entry in listed].count("file") == top
+    assert [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in listed if entry["type"] == "directory"] == ["sub"]
+    assert len(fs.ls(store.at(f"{prefix}sub"), detail=False)) == below
+    assert len(fs.find(store.at(prefix))) == top + below
+    (row,) = ask("ls", run, "--check")["checkpoints"]
+    assert (row["files"], row["state"]) == (top + below, "committed")
+    assert ask("verify", run, "--quick") == {"checked": 1, "damaged": []}
+    got = Path(ask("resume", run, "--to", to)["path"])  # verifies each
+    found = {path.relative_to(got).as_posix(): path.read_bytes() for path in got.rglob("*") if path.is_file()}
+    assert found == files
+
+
+@pytest.mark.parametrize("kind", ["moto", "oss"])
+def test_k065_more_files_than_a_page_of_a_listing(
+    make_store: MakeStore, ask: Ask, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """65 of them each time, where a page has 50 entries, the folder among them."""
+    monkeypatch.setattr({"moto": s3_dialect, "oss": oss_translation}[kind], "MAX_KEYS", 50)
+    store = make_store(kind)
+    store.server.log.clear()
+    check_pages(store, ask, tree, tmp_path / "got", top=60, below=5)
+    assert len([entry for entry in store.server.log if "checkpoints/" in entry.query.get("prefix", "")]) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "oss"])
+def test_k065_more_files_than_a_thousand(
+    make_store: MakeStore, ask: Ask, tree: Tree, tmp_path: Path, kind: str
+) -> None:
+    """1,300 of them each time, with pages of the size that stores have."""
+    check_pages(make_store(kind), ask, tree, tmp_path / "got", top=1200, below=100)
 
 
 # --- K066 -----------------------------------------------------------------------------------------------------------------
