@@ -132,7 +132,7 @@ def test_other_data_is_noticed_at_its_first_batch(saved: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1)])
-def test_another_accumulation_trains_as_many_epochs(before: int, after: int, saved: Path, tmp_path: Path) -> None:
+def test_k001_another_accumulation_trains_as_many_epochs(before: int, after: int, saved: Path, tmp_path: Path) -> None:
     """K001: the rest of the data is what is left, whatever a step is made of now."""
 
     used: list[int] = []

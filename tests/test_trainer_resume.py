@@ -243,7 +243,7 @@ def test_persistent_workers_keep_the_order(tmp_path: Path) -> None:
     assert losses == whole.by_step
 
 
-def test_resume_with_a_loss_scaler_is_exact(tmp_path: Path) -> None:
+def test_k108_resume_with_a_loss_scaler_is_exact(tmp_path: Path) -> None:
     """K108: scale and growth counter come back, so the next growth happens at the same step."""
 
     def scaled(callbacks: Sequence[Callback], seed: int = 0) -> Trainer:
@@ -267,7 +267,7 @@ def test_resume_with_a_loss_scaler_is_exact(tmp_path: Path) -> None:
     assert trainer.scaler.get_scale() == 65536 * 2**5
 
 
-def test_an_interrupted_epoch_gives_every_sample_once(tmp_path: Path) -> None:
+def test_k018_an_interrupted_epoch_gives_every_sample_once(tmp_path: Path) -> None:
     """K018: 64 samples, batch 4, killed in epoch 2 after batch 5; the next epoch's order is its own."""
     args = TrainingArguments(num_train_epochs=3)
     build(loader := shuffled(64), args).train()
@@ -285,7 +285,7 @@ def test_an_interrupted_epoch_gives_every_sample_once(tmp_path: Path) -> None:
     assert order[64:128] != order[128:]
 
 
-def test_the_second_interruption_of_an_epoch_keeps_the_offset_of_the_first(tmp_path: Path) -> None:
+def test_k033_the_second_interruption_of_an_epoch_keeps_the_offset_of_the_first(tmp_path: Path) -> None:
     """K033: 30 batches, then 10 more, then run 3 begins at batch 40."""
 
     class Indices(Dataset[int]):
@@ -322,7 +322,7 @@ def test_the_second_interruption_of_an_epoch_keeps_the_offset_of_the_first(tmp_p
 
 
 @pytest.mark.parametrize(("resume_at", "epoch", "batch", "steps"), [(500, 20, 0, 250), (510, 20, 40, 240)])
-def test_offsets_count_micro_batches(resume_at: int, epoch: int, batch: int, steps: int, tmp_path: Path) -> None:
+def test_k001_offsets_count_micro_batches(resume_at: int, epoch: int, batch: int, steps: int, tmp_path: Path) -> None:
     """K001: 100 batches an epoch, accumulation 4, 750 steps; resumed at 500 and 510."""
     args = TrainingArguments(max_steps=750, gradient_accumulation_steps=4, logging_steps=None)
 

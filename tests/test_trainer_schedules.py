@@ -170,7 +170,7 @@ def test_a_plateau_goes_by_the_metric_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("eval_epochs", [None, 2])
-def test_milestones_come_at_the_same_epoch(epoch: int, eval_epochs: int | None, tmp_path: Path) -> None:
+def test_k028_milestones_come_at_the_same_epoch(epoch: int, eval_epochs: int | None, tmp_path: Path) -> None:
     """K028: MultiStepLR with a milestone at epoch 4, resumed from each epoch's end, with and without evaluations every second one."""
 
     def milestone(optimizer: torch.optim.Optimizer) -> Any:

@@ -82,7 +82,7 @@ def build(callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-def test_it_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_k125_it_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Stopped at evaluation 6, step 12 of 20: resumed by itself it runs no step, and says why; callbacks see its begin and end."""
 
     def manager() -> CheckpointManager:
@@ -102,7 +102,7 @@ def test_it_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
-def test_it_goes_on_when_told(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k125_it_goes_on_when_told(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the end, and then it is not stopped any more."""
     build([Saves(tmp_path), EarlyStopping()]).train()
     if how == "environment":

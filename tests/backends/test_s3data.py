@@ -83,7 +83,7 @@ class _LateClock:
         return time.time() - 3600
 
 
-def test_a_wrong_clock(
+def test_k123_a_wrong_clock(
     s3: ServerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests are signed with the store's clock from the first refusal on, by ours and by boto3; it is said once."""

@@ -244,7 +244,7 @@ def test_keys_are_renewed_before_they_expire(oss: ServerStore, instance: Instanc
 
 @pytest.mark.parametrize("version", ["v4", "v1"])
 @pytest.mark.parametrize("offset_s", [1300.0, -4000.0])
-def test_a_wrong_clock(
+def test_k123_a_wrong_clock(
     oss: ServerStore, large: Path, caplog: pytest.LogCaptureFixture, offset_s: float, version: str
 ) -> None:
     """K123 a: requests are dated by the store's clock from the first refusal on; how wrong ours is, is said once. It goes on when it is set right."""
@@ -279,7 +279,7 @@ def test_a_clock_that_cannot_be_made_up_for(oss: ServerStore) -> None:
         backend.pipe_file(oss.at("k"), b"1")
 
 
-def test_a_request_that_was_held_back(oss: ServerStore, large: Path) -> None:
+def test_k123_a_request_that_was_held_back(oss: ServerStore, large: Path) -> None:
     """K123 b: signed anew and sent again; the clock is right, and no other date is taken."""
     with oss.server.faults.injected(
         Fault(query="partNumber", status=403, code="RequestTimeTooSkewed", skip=1)

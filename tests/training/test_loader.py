@@ -276,7 +276,7 @@ def facts_after(whole: Run, batches: int) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", MAKERS)
-def test_every_batch_after_a_resume_is_that_of_the_uninterrupted_run(train: Callable[..., Run], kind: str) -> None:
+def test_k018_every_batch_after_a_resume_is_that_of_the_uninterrupted_run(train: Callable[..., Run], kind: str) -> None:
     """K018: mid-epoch, in the last batch of an epoch, in the second epoch; and saving changes nothing."""
     make = MAKERS[kind]
     whole = train(make)

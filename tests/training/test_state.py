@@ -105,7 +105,7 @@ def test_every_file_loads_without_pickle(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["optimizer.pt", "plain.pt", "rng.pt", "scheduler.pt"]
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
+def test_k074_random_states_come_back(tmp_path: Path) -> None:
     """K074: the next numbers of Python, NumPy and torch are those that would have come, a cached Gaussian included."""
     random.gauss(0, 1), np.random.randn()
     snapshot = capture({})
@@ -178,7 +178,7 @@ def test_another_bit_generator_of_numpy_is_an_error_that_says_so(tmp_path: Path)
     assert caught.value.piece == "rng"  # type: ignore[attr-defined]
 
 
-def test_tied_weights_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
+def test_k034_tied_weights_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
     """K034: tensors that share a storage share it after the restore, views included; each storage is copied once."""
     table = torch.randn(100, 8)
     tree = {"embed": table, "head": table, "row": table[3], "turned": table.T}
@@ -193,7 +193,7 @@ def test_tied_weights_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
     assert table.any()
 
 
-def test_a_tied_model_stays_tied(tmp_path: Path) -> None:
+def test_k034_a_tied_model_stays_tied(tmp_path: Path) -> None:
     """K034: strict loading passes, changing the embedding changes the head, bf16 stays bf16 with equal bytes."""
 
     def make() -> torch.nn.ModuleDict:

@@ -36,7 +36,7 @@ def under(module: bytes, path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-def test_random_states_of_the_hugging_face_trainer(module: bytes, tmp_path: Path) -> None:
+def test_k074_random_states_of_the_hugging_face_trainer(module: bytes, tmp_path: Path) -> None:
     """Its `rng_state.pth`: NumPy's is a tuple with an array of uint32. The next numbers are those that would have come."""
     path = tmp_path / "rng_state.pth"
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
@@ -55,7 +55,7 @@ def test_random_states_of_the_hugging_face_trainer(module: bytes, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-def test_optimizers_with_numbers_of_numpy(module: bytes, tmp_path: Path) -> None:
+def test_k074_optimizers_with_numbers_of_numpy(module: bytes, tmp_path: Path) -> None:
     """As DeepSpeed's files and schedulers with metrics have them: types and bits come back."""
     tree = {
         "optimizer_state_dict": {

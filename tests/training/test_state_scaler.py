@@ -62,7 +62,7 @@ def used() -> Scaled:
 
 @pytest.mark.parametrize("saved", [after_good_steps, after_an_overflow])
 @pytest.mark.parametrize("target", [Scaled, used], ids=["fresh", "used"])
-def test_the_scaler_goes_on_as_if_nothing_had_happened(saved: Any, target: Any, tmp_path: Path) -> None:
+def test_k108_the_scaler_goes_on_as_if_nothing_had_happened(saved: Any, target: Any, tmp_path: Path) -> None:
     """Equal in all fields, and the next growth comes at the same step; also where the scaler at hand was used before."""
     whole, resumed = saved(), target()
     write(capture({"scaler": whole.scaler}), tmp_path)

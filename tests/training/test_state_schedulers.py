@@ -154,7 +154,7 @@ def trained(make: Make, rates: Rates, resume_from: Path | None = None, **argumen
 
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("evaluated", [{}, {"eval_epochs": 2}], ids=["alone", "evaluated every 2 epochs"])
-def test_a_scheduler_that_steps_per_epoch_is_neither_ahead_nor_behind(
+def test_k028_a_scheduler_that_steps_per_epoch_is_neither_ahead_nor_behind(
     evaluated: dict[str, int], tmp_path: Path
 ) -> None:
     """K028: MultiStepLR with a milestone at epoch 4, saved at the end of each epoch, resumed from each of them."""

@@ -78,7 +78,7 @@ def test_a_model_is_a_file_that_every_tool_reads(tmp_path: Path) -> None:
     assert role_of("model.safetensors") == "weights"
 
 
-def test_a_tied_model_comes_back_tied(tmp_path: Path) -> None:
+def test_k034_a_tied_model_comes_back_tied(tmp_path: Path) -> None:
     """K034: strict loading passes, and changing the embedding changes the head, also of a model that was not tied itself."""
     model = Model()
     saved(tmp_path, model)
@@ -149,7 +149,7 @@ def test_views_that_lie_apart_in_one_buffer(tmp_path: Path) -> None:
     assert raws(loaded(tmp_path)) == raws(tree)
 
 
-def test_a_view_into_a_buffer_that_is_saved_as_well(tmp_path: Path) -> None:
+def test_k034_a_view_into_a_buffer_that_is_saved_as_well(tmp_path: Path) -> None:
     """K034: safetensors would take them apart; so it is a file of torch, and changing one changes the other after the restore."""
     table = torch.randn(5, 4).to(torch.bfloat16)
     model: Any = torch.nn.Module()
