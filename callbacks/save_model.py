@@ -220,6 +220,11 @@ class SaveModelCallback(DecidingCallback):
         self._ask(Evaluated(step=state.global_step, metrics=metrics or {}), state, control)
         self._settle(state, control, at_edge=True)
 
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A callback that goes by the logs may have asked for a save, which Hugging Face's Trainer makes next."""
+        if control.should_save:
+            self._settle(state, control, at_edge=True)
+
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask the policy if the epoch is complete; ask for the last save if training ends here."""
         self._enter(state.global_step)

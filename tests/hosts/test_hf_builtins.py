@@ -17,6 +17,8 @@ from ckptmgr.callbacks.loss_monitor import LossMonitorCallback
 from ckptmgr.callbacks.lr_schedule import LRSchedulerCallback
 from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.callbacks.memory import MemoryCallback
+from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.training.manager import CheckpointManager
 
 # Not ours: what transformers and its libraries have to say about each other.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("offline", "one_thread")]
@@ -255,3 +257,27 @@ def test_memory(make_trainer: Make, wrap: Any) -> None:
     make_trainer(wrap(callback)).train()
     assert callback.last["host"] > 1 << 20
     assert callback.leaks == 0
+
+
+@pytest.mark.parametrize(("step", "proof"), [(3, "equal"), (4, "none: the epoch ended with the checkpoint")])
+def test_what_a_monitor_has_saved_is_exact(make_trainer: Make, tmp_path: Path, step: int, proof: str) -> None:
+    """Asked for in `on_log`, within an epoch and at its end: one save, with all that a resume needs, and the monitor's state."""
+
+    class Spike(LossMonitorCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            there = "loss" in logs and state.global_step == step
+            super().on_log(args, state, control, logs={**logs, "loss": math.nan} if there else logs, **kwargs)
+
+    def train(*, resume: bool) -> tuple[SaveModelCallback, Spike, Watch]:
+        manager = CheckpointManager(tmp_path / "store/run", local_dir=tmp_path / "disk", transfer="thread")
+        save, monitor, watch = SaveModelCallback(manager), Spike(1, window=STEPS, on_nonfinite="save"), Watch()
+        trainer = make_trainer(CallbackManager([save, monitor, watch]))
+        trainer.train(resume_from_checkpoint=manager.resume_path(f"{step}") if resume else None)
+        assert save.failures == 0
+        return save, monitor, watch
+
+    _, whole, _ = train(resume=False)
+    again, monitor, _ = train(resume=True)
+    assert again.proof == proof
+    assert monitor.mean == whole.mean
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("checkpoint")]
