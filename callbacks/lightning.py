@@ -107,6 +107,7 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         self._control = _Control()
         self._step = -1
         self._evaluation_owed = False
+        self._is_asked = False
 
     @property
     def failures(self) -> int:
@@ -116,6 +117,10 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     @property
     def proof(self) -> str:
         return self._data.proof
+
+    def ask_to_save(self) -> None:
+        """Save at the edge of the step under way, or of the last one between two steps, whatever the policy says; in the training thread."""
+        self._is_asked = True
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------------
 
@@ -226,9 +231,8 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Ask the policy if the epoch is complete, and save what the last step is to be saved for."""
-        state = self._state(trainer)
+        state = self._state(trainer, over=True)
         if lightning_loops.is_last_batch(trainer):
-            state.epoch = float(trainer.current_epoch + 1)
             self._data.epoch_is_over()
         self._end_of_edge(trainer, state, over=lightning_loops.last_epoch(trainer))
 
@@ -275,8 +279,8 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
             asked, control.should_training_stop = control.should_training_stop, control.should_training_stop or ends
             self._engine.on_epoch_end(None, state, self._for_engine(control))
             control.should_training_stop = asked or self._engine._stopping.is_decided
-        if control.should_save:
-            control.should_save = False
+        if control.should_save or self._is_asked:
+            control.should_save = self._is_asked = False
             self._save(trainer, state)
         self._heed(trainer)
         if self._engine._stopping.is_decided:
@@ -303,17 +307,10 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         if trainer.is_global_zero:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _state(self, trainer: Any) -> TrainerState:
-        length = trainer.num_training_batches
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        part = done / length if isinstance(length, int) and length else 0.0
-        return TrainerState(
-            global_step=trainer.global_step,
-            epoch=trainer.current_epoch + min(part, 1.0) if part < 1.0 else trainer.current_epoch + 1 - 1e-6,
-            max_steps=max(trainer.max_steps, 0),
-            is_local_process_zero=trainer.local_rank == 0,
-            is_world_process_zero=trainer.is_global_zero,
-        )
+    def _state(self, trainer: Any, *, over: bool = False) -> TrainerState:
+        state = TrainerState()
+        lightning_loops.update_state(state, trainer, over=over)
+        return state
 
     def _for_engine(self, control: _Control) -> TrainerControl:
         return cast(TrainerControl, control)

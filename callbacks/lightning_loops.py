@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ckptmgr.callbacks.base import TrainerState
+
 # Where a save is made: after a batch, after an evaluation within an epoch, after an epoch.
 Place = Literal["batch", "evaluation", "epoch"]
 
@@ -26,6 +28,20 @@ _PLACES: dict[str, Place] = {
 def place_of(module: Any) -> Place:
     """Where the hook that runs now is; a save outside of the known hooks counts as one after a batch."""
     return _PLACES.get(str(getattr(module, "_current_fx_name", "")), "batch")
+
+
+def update_state(state: TrainerState, trainer: Any, *, over: bool = False) -> None:
+    """Where training is. A batch never counts as the end of its epoch, the last one included: an epoch is whole in its own last hook, with `over`."""
+    length = trainer.num_training_batches
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    part = done / length if isinstance(length, int) and length else 0.0
+    state.global_step = trainer.global_step
+    state.epoch = trainer.current_epoch + min(part, 1.0) if part < 1.0 else trainer.current_epoch + 1 - 1e-6
+    if over and is_last_batch(trainer):
+        state.epoch = float(trainer.current_epoch + 1)
+    state.max_steps = max(trainer.max_steps, 0)
+    state.is_local_process_zero = trainer.local_rank == 0
+    state.is_world_process_zero = trainer.is_global_zero
 
 
 def is_last_batch(trainer: Any) -> bool:
@@ -62,7 +78,8 @@ def stopped_by(trainer: Any) -> str | None:
         if getattr(each, "stopped_epoch", 0)
         or getattr(each, "wait_count", 0) >= getattr(each, "patience", float("inf"))
     ]
-    return names[0] if names else "trainer.should_stop"
+    names += [each.callbacks.stopped_by for each in trainer.callbacks if getattr(each, "dispatches_to_ckptmgr", False)]
+    return next((name for name in names if name), "trainer.should_stop")
 
 
 def metrics_of(trainer: Any) -> dict[str, Any]:
