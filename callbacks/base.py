@@ -53,6 +53,7 @@ ARGUMENTS = frozenset(
         "tokenizer",
         "batch",
         "outputs",
+        "grad_norm",
         "metrics",
         "logs",
         "exception",
@@ -172,7 +173,10 @@ class Callback:
         """A micro-batch of gradient accumulation was added, the last of the step excepted. Brings `batch` and `outputs`."""
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Gradients are complete and unscaled, the optimizer has not stepped."""
+        """Gradients are complete and unscaled, the optimizer has not stepped.
+
+        The embedded Trainer brings `grad_norm`, their norm before it has clipped them, a tensor; None if it does not clip.
+        """
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer has stepped, gradients are still there."""

@@ -36,7 +36,8 @@ class LossMonitorCallback(AloneCallback):
       1 % of the mean. Spikes get into the mean, so that a loss that stays higher is no spike for long. Ties with the limit are none.
     - *A plateau* is `plateau_steps` steps in which the mean of a full window has not become smaller than its best by more than `plateau_delta` of that. It is
       said once, until the mean gets better.
-    - *Gradient norm*: what the host logs as `grad_norm`, else measured every `log_interval` steps, complete, unscaled, and clipped if the host clips.
+    - *Gradient norm*: what the host says it was before it clipped (Hugging Face's Trainer with its logs, ours at each step if it clips), else
+      measured every `log_interval` steps, complete and unscaled.
       An explosion is one that exceeds `explosion_factor` times the median of the last `window`, from the 10th on, or is not finite; a vanishing one is
       below `vanishing_norm`.
     - *A missing loss* is said at the end of training, if there was none at all.
@@ -147,10 +148,14 @@ class LossMonitorCallback(AloneCallback):
         control: TrainerControl,
         model: Any = None,
         optimizer: Any = None,
+        grad_norm: Any = None,
         **kwargs: Any,
     ) -> None:
         """Measure the gradients of the step that ends an interval, unless the host does. A collective where they are sharded."""
         step = state.global_step + 1
+        if grad_norm is not None and self.gradients:
+            self._waiting_norms.add(step, gradients.readable(grad_norm))
+            return
         # Hugging Face's Trainer logs the norm before it clips.
         measured = self.gradients and not self._norm_is_logged and not getattr(args, "output_dir", None)
         if not measured or step % self.log_interval:

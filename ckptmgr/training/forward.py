@@ -73,12 +73,12 @@ def optimizer_step(
     scaler: torch.amp.GradScaler | None,
     *,
     max_grad_norm: float | None,
-    before: Callable[[], None],
+    before: Callable[[torch.Tensor | None], None],
 ) -> bool:
     """Unscale, clip, and step.
 
     Args:
-        before: called when the gradients are complete, unscaled and clipped.
+        before: called when the gradients are complete, unscaled and clipped, with their norm before they were clipped; None if they were not.
 
     Returns:
         Whether it stepped; False when the scaler found an overflow.
@@ -86,9 +86,8 @@ def optimizer_step(
     if scaler is not None:
         # Before the hook: clipping and norms are of the true gradients (K003).
         scaler.unscale_(optimizer)
-    if max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    before()
+    norm = None if max_grad_norm is None else torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    before(norm)
     if scaler is None:
         optimizer.step()
         return True

@@ -46,7 +46,7 @@ class Stepping(Evaluating):
             self.model,
             self.scaler,
             max_grad_norm=self.args.max_grad_norm,
-            before=lambda: self._call("on_pre_optimizer_step"),
+            before=lambda norm: self._call("on_pre_optimizer_step", grad_norm=norm),
         )
         self._call("on_optimizer_step")
         self._schedule.optimizer_stepped(micro_batches=micro_batches, skipped=not stepped, exhausted=exhausted)

@@ -132,6 +132,23 @@ def test_accumulation_counts_steps() -> None:
     assert (callback.mean, callback.last, callback.grad_norm) == (4.0, 6.0, 3.0)
 
 
+def test_the_norm_is_that_before_the_trainer_clips() -> None:
+    """And it is there for each step."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    callback = LossMonitorCallback(4)
+    trainer = Trainer(
+        model,
+        TrainingArguments(max_steps=4, max_grad_norm=0.5, logging_steps=None),
+        train_dataloader=[torch.ones(1)] * 4,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        loss_fn=lambda model, batch: model(batch).sum() * (trainer.state.global_step + 1),
+        callbacks=[callback],
+    )
+    trainer.train()
+    assert callback.grad_norm == 4.0
+    assert callback.state_dict()["detector"]["norms"] == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_gradients_explode_and_vanish() -> None:
     """Relative to the median of those before, of a model whose gradients are given."""
     norms = [1.0] * 10 + [11.0, 1.0, 1e-9, math.inf, math.nan, 9.0]
