@@ -169,10 +169,11 @@ def commits_meanwhile(folder: Path) -> list[dict[str, Any]]:
     manifests = folder / "store" / "run" / "manifests"
     (manifest,) = manifests.glob("*-000000000300-*")
     aside = folder / manifest.name
-    # How many requests a choice takes, on rank 0: the commits are spread over them.
+    # How many requests a choice takes, on rank 0, once manifests are cached: the commits are spread over them.
+    restored(manager(folder, "caching"))
     requests = [0]
     restored(manager(folder, "counted", wrap_backend=lambda inner: Watched(inner, requests.append)))
-    found = []
+    found, choose = [], choosing.Chooser._find
     for offset in range(OFFSETS):
         dist.barrier()
         if rank() == 0:
@@ -183,13 +184,25 @@ def commits_meanwhile(folder: Path) -> list[dict[str, Any]]:
             if rank() == 1:
                 events.wait([f"{offset}"])
             elif calls == 1 + offset * requests[-1] // OFFSETS:
+                commit(offset)
+
+        def commit(offset: int) -> None:
+            if aside.exists():
                 aside.rename(manifest)
                 events.set(f"{offset}", "committed")
+
+        def find(*arguments: Any, offset: int = offset, **options: Any) -> Any:
+            try:
+                return choose(*arguments, **options)
+            finally:
+                if rank() == 0:  # a choice may take fewer requests than another
+                    commit(offset)
 
         def wrap(inner: Backend, after: Callable[[int], None] = after) -> Backend:
             return Watched(inner, after)
 
-        found.append(restored(manager(folder, f"fresh-{offset}", wrap_backend=wrap)))
+        with mock.patch.object(choosing.Chooser, "_find", find):
+            found.append(restored(manager(folder, f"fresh-{offset}", wrap_backend=wrap)))
     return found
 
 
