@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptmgr.callbacks import checks
+from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.averages import SampledMeans
-from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.dpo_rewards import has_reference, implicit_rewards, is_preference_batch, reward_accuracies
 from ckptmgr.callbacks.readings import logged_loss, numbers_of
 from ckptmgr.callbacks.windows import FiniteWindow
@@ -22,7 +23,7 @@ _EVAL_ACCURACY = f"eval_{_ACCURACY}"
 _LEARNS_BACKWARDS = 0.35
 
 
-class DPOAccuracyCallback(Callback):
+class DPOAccuracyCallback(AloneCallback):
     """Warn, and stop if asked to, when the accuracy of implicit rewards stays near chance.
 
     The accuracy is the share of pairs whose chosen answer has the higher reward (see `ckptmgr.callbacks.dpo_rewards`). A *reading* of it is, in this
@@ -107,6 +108,10 @@ class DPOAccuracyCallback(Callback):
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Go on with the window of a resumed training, where no manager of callbacks has brought it."""
+        self._take_up(state)
+
     def on_substep_end(
         self, args: Any, state: TrainerState, control: TrainerControl, outputs: Any = None, **kwargs: Any
     ) -> None:
@@ -148,6 +153,7 @@ class DPOAccuracyCallback(Callback):
         found = numbers_of(logs).get(self.monitor)
         if found is not None:
             self._read(found, state, control)
+            self._keep(state)
         elif logged_loss(logs) is not None:
             self._say_missing(state, logs)
 
@@ -191,6 +197,7 @@ class DPOAccuracyCallback(Callback):
                 self._say_missing(state, metrics)
             else:
                 self._read(found, state, control)
+                self._keep(state)
 
     def state_dict(self) -> dict[str, Any]:
         """The window, whether it was low, and the pairs since the last reading."""
