@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ class Mine(Callback):
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's that can be imported, with `Mine` in it."""
-    monkeypatch.setitem(__import__("sys").modules, "my_callbacks", SimpleNamespace(Mine=Mine, number=3))
+    monkeypatch.setitem(sys.modules, "my_callbacks", SimpleNamespace(Mine=Mine, number=3))
     return "my_callbacks"
 
 
@@ -251,6 +253,24 @@ def test_a_plugin_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         CallbackManager.from_config({"callbacks": ["Broken"]})
     with pytest.raises(ConfigError, match="did you mean Theirs"):
         CallbackManager.from_config({"callbacks": ["Thiers"]})
+
+
+def test_every_built_in_is_there_and_is_a_callback() -> None:
+    """The registry names what exists."""
+    for name in builtin.BUILT_IN:
+        made = builtin.built_in(name)
+        assert made.__name__ == name
+        assert issubclass(made, Callback)
+
+
+def test_every_public_name_is_there_and_loads_no_torch() -> None:
+    """Names come when they are first used; monitoring a training needs no torch beyond what the training has."""
+    code = (
+        "import sys, ckptmgr.callbacks as c; assert all(getattr(c, name) is not None for name in c.__all__); "
+        "print('torch' in sys.modules, len(c.__all__) == len(set(c.__all__)), set(c.__all__) <= set(dir(c)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
 
 
 def test_the_schema_names_every_key() -> None:
