@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import pytest
 from ckptmgr.callbacks.base import Callback, Priority
 from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
 from ckptmgr.callbacks.gradient_clip import GradientClipCallback
+from ckptmgr.callbacks.log import LogCallback
 from ckptmgr.callbacks.loss_monitor import LossMonitorCallback
 from ckptmgr.callbacks.lr_schedule import LRSchedulerCallback
 from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.callbacks.memory import MemoryCallback
+from ckptmgr.callbacks.notify import NotifyCallback
+from ckptmgr.callbacks.profiler import PerformanceProfilerCallback
 from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.training.manager import CheckpointManager
 
@@ -118,6 +122,27 @@ def test_early_stopping(make_trainer: Make, wrap: Any, tmp_path: Path, caplog: p
     trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     assert trainer.state.global_step == 6
     assert resumed.state_dict() == callback.state_dict()
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_stopped_training_stays_stopped(
+    make_trainer: Make, wrap: Any, tmp_path: Path, saving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `SaveModelCallback` names who ended it and lets no step run; without it, one step more is run. When it is wanted, training goes on."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.0}
+
+    def train(resume: str | None) -> Any:
+        manager = CheckpointManager(tmp_path / "store/run", local_dir=tmp_path / "disk", transfer="thread")
+        callbacks = [wrap(EarlyStoppingCallback(patience=1)), *([SaveModelCallback(manager)] if saving else [])]
+        trainer = make_trainer(*callbacks, **options, **({} if saving else {"save_strategy": "steps", "save_steps": 2}))
+        path = resume and (manager.resume_path() if saving else tmp_path / "out" / resume)
+        trainer.train(resume_from_checkpoint=path and str(path))
+        return trainer.state.global_step
+
+    assert train(None) == 4
+    assert train("checkpoint-4") == (4 if saving else 5)
+    monkeypatch.setenv("CKPTMGR_CONTINUE_STOPPED", "1")
+    assert train("checkpoint-4") == 6
 
 
 def test_early_stopping_restores_the_best(make_trainer: Make) -> None:
@@ -281,3 +306,83 @@ def test_what_a_monitor_has_saved_is_exact(make_trainer: Make, tmp_path: Path, s
     assert again.proof == proof
     assert monitor.mean == whole.mean
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("checkpoint")]
+
+
+def test_logs_are_records(make_trainer: Make, wrap: Any, tmp_path: Path) -> None:
+    """What the Trainer logs, once; the learning rate and the norm that its optimizer stepped with."""
+    watch, callback = Watch(), LogCallback(tmp_path / "logs", log_interval=2, histogram_interval=4)
+    trainer = make_trainer(wrap(callback), wrap(watch), eval_strategy="steps", eval_steps=4, lr_scheduler_type="linear")
+    trainer.train()
+    found = [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in found if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == [2, 4, 6, 8]
+    assert [record["learning_rate"] for record in steps] == watch.rates[1::2]
+    assert [record["grad_norm"] for record in steps] == pytest.approx(watch.norms[1::2], rel=1e-5)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    counted = [sum(record["grad_log10"]["counts"]) for record in steps if "grad_log10" in record]
+    assert len(counted) == 2
+    assert all(0 < count <= parameters for count in counted)
+    logs = [record for record in found if record["kind"] == "log"]
+    assert [record["loss"] for record in logs if "loss" in record] == [e["loss"] for e in watch.logs if "loss" in e]
+    assert [record["step"] for record in logs if "eval_loss" in record] == [4, 8]
+    assert callback.failures == callback.lost == 0
+
+
+def test_the_profiler_finds_all_phases(make_trainer: Make, wrap: Any, tmp_path: Path) -> None:
+    """Its hooks are gone afterwards, and weights are those of a training without it."""
+    import torch
+
+    profiler = PerformanceProfilerCallback(
+        log_interval=4, sample_interval=2, trace_dir=tmp_path / "traces", trace_step=2
+    )
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "include_num_input_tokens_seen": "all",
+    }
+    trainer = make_trainer(wrap(profiler), **options)
+    trainer.train()
+    total = profiler.total
+    assert total is not None
+    assert (total.first_step, total.last_step, total.steps) == (2, 8, 7)
+    assert {"data", "forward", "backward", "optimizer", "evaluation", "save"} <= total.seconds.keys()
+    assert all(seconds > 0 for seconds in total.seconds.values())
+    assert (total.samples, total.tokens) == (7 * 4, 7 * 4 * 8)
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+    assert len(list((tmp_path / "traces").iterdir())) == 1
+    plain = make_trainer(**options)
+    plain.train()
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True))
+
+
+def test_the_end_is_posted_and_so_is_a_failure(make_trainer: Make, wrap: Any) -> None:
+    """The Trainer says nothing of an exception: the end of the process does."""
+    posted: list[dict[str, Any]] = []
+
+    def post(url: str, body: bytes, headers: Any, timeout_s: float) -> bytes:
+        posted.append(json.loads(body))
+        return b""
+
+    def callback() -> NotifyCallback:
+        return NotifyCallback("https://hooks.example.com/x", post=post)
+
+    make_trainer(wrap(callback())).train()
+    assert [(each["event"], each["step"]) for each in posted] == [("end", STEPS)]
+    assert "loss" in posted[0]["metrics"]
+    failing = callback()
+    trainer = make_trainer(wrap(failing))
+    trainer.add_callback(_Fails)
+    with pytest.raises(RuntimeError, match="no more"):
+        trainer.train()
+    assert len(posted) == 1
+    failing._process_ends()  # as atexit would
+    assert [(each["event"], each["step"]) for each in posted[1:]] == [("failure", 3)]
+
+
+class _Fails(Callback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise RuntimeError("no more")
