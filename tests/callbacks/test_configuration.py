@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -253,6 +254,29 @@ def test_a_plugin_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         CallbackManager.from_config({"callbacks": ["Broken"]})
     with pytest.raises(ConfigError, match="did you mean Theirs"):
         CallbackManager.from_config({"callbacks": ["Thiers"]})
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/callbacks.md"])
+def test_the_files_that_are_shown_are_good_ones(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user copies them."""
+
+    class StopAtLoss(Callback):
+        def __init__(self, below: float) -> None:
+            self.below = below
+
+        def on_log(self, **kwargs: Any) -> None:
+            pass
+
+    package = SimpleNamespace(StopAtLoss=StopAtLoss)
+    monkeypatch.setitem(sys.modules, "my_package", package)
+    monkeypatch.setitem(sys.modules, "my_package.module", package)
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert shown
+    for each in shown:
+        callbacks = CallbackManager.from_config(written(tmp_path / "ckptmgr.yaml", each))
+        assert {"SaveModelCallback", "LossMonitorCallback", "EarlyStoppingCallback"} <= callbacks.timings.keys()
 
 
 def test_every_built_in_is_there_and_is_a_callback() -> None:
