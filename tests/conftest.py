@@ -152,6 +152,12 @@ def _full_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def uploads_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what managers do whatever uploads: a process of its own for it takes longer to start than all else in them."""
+    monkeypatch.setenv("CKPTMGR_TRANSFER", "thread")
+
+
+@pytest.fixture
 def bucket_name() -> Iterator[str]:
     """A bucket name that no other test uses; the bucket is not created. What is in it is forgotten after the test: all together fills memory and disk."""
     name = f"bkt-{uuid.uuid4().hex[:12]}"

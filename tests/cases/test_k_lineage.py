@@ -21,6 +21,8 @@ from ckptmgr.testing.faulty import FaultyBackend
 from ckptmgr.testing.stores import Store
 from ckptmgr.training.manager import CheckpointManager
 
+pytestmark = pytest.mark.usefixtures("uploads_in_a_thread")
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Tree = Callable[[str, Mapping[str, bytes]], Path]
 Ask = Callable[..., Any]

@@ -24,6 +24,8 @@ from ckptmgr.training import saving
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.transfer.queue import QueueRules, Room
 
+pytestmark = pytest.mark.usefixtures("uploads_in_a_thread")
+
 Ask = Callable[..., Any]
 MakeStore = Callable[[str], Store]
 

@@ -26,6 +26,8 @@ from ckptmgr.trainer import Trainer, TrainingArguments
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.transfer.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("uploads_in_a_thread")
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Tree = Callable[[str, Mapping[str, bytes]], Path]
 Ask = Callable[..., Any]
