@@ -58,7 +58,8 @@ class CheckpointManager:
     """Saves the training state of one run locally, uploads it in the background, and restores it.
 
     Nothing is touched before the first call that needs it. `save` and `begin` do nothing on ranks other than 0, and use no
-    collective (I11). Use it as a context manager, or call `close`: it waits for the uploads.
+    collective (I11). `restore`, `resume_path` and `newer_than` are collectives once torch.distributed is set up: call them on all ranks. Rank 0
+    chooses, all have the same checkpoint, and an error of one rank is raised on all. Use it as a context manager, or call `close`: it waits for the uploads.
 
     A save costs the training thread one copy into host memory; a thread writes and commits it locally, and a process of its own uploads it. That
     process outlives the trainer, however it dies, for `linger_s`.
@@ -80,7 +81,8 @@ class CheckpointManager:
         strict: a program whose saves are not all in the store in the end exits with 6.
         transfer: where uploads run: in a `process` of their own, or in a `thread` of this one; by default CKPTMGR_TRANSFER, else `process`.
         linger_s: how long the transfer process goes on when this one is gone; 0: not at all.
-        close_timeout_s: how long `close` waits for uploads; so does the end of a program that does not call it.
+        close_timeout_s: how long `close` waits for uploads; so does the end of a program that does not call it, and with ranks on several machines
+            a restore, for what waits in their local tiers.
         retry: how patient an upload is with the store.
         retry_after_s: how long an upload that was given up waits for another try, unless something new is saved.
         wrap_backend: puts a backend of yours around the store's, for throttling or for tests with faults. A lambda, or a class of the main module,
@@ -222,7 +224,7 @@ class CheckpointManager:
         return self._restoring.path(selector, ready=self._ready)
 
     def newer_than(self, directory: str | os.PathLike[str]) -> Path | None:
-        """What to resume from instead of `directory`, put on disk as by `resume_path`; None if `directory` is right.
+        """What to resume from instead of `directory`, put on disk as by `resume_path`; None if rank 0's `directory` is right.
 
         Within `ckptmgr resume RUN -- COMMAND`, CKPTMGR_RESUME_FROM is what was the newest, or was asked for, when COMMAND began. A process that COMMAND
         starts again (`torchrun --max-restarts`) finds the same path there: what was saved since then is the one to go on from.

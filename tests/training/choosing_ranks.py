@@ -19,6 +19,7 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.backends.wrap import WrappedBackend
 from ckptmgr.callbacks import SaveModelCallback
 from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.retention import KeepLast
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
@@ -43,6 +44,7 @@ def run(root: str) -> dict[str, Any]:
         commits_meanwhile,
         new_run,
         fails_on_rank_0,
+        foreign_errors,
         fails_on_rank_1,
         one_path,
         another_machine,
@@ -265,9 +267,24 @@ class Foreign(Exception):
         super().__init__(f"{one} {two}")
 
 
-class Strange(Bits):
-    def conditions(self) -> Conditions:
-        raise AssertionError("never asked") if rank() == 0 else Foreign("an", "exception")
+def foreign_errors(folder: Path) -> dict[str, Any]:
+    """Exceptions of the user's; and different ones on both."""
+
+    def fail(*errors: Exception | None) -> Callable[[], None]:
+        def part() -> None:
+            error = errors[rank()]
+            if error is not None:
+                raise error
+
+        return part
+
+    return {
+        "one": error_of(lambda: agreeing.with_all_ranks(fail(None, KeyError("key")))),
+        "unpicklable": error_of(lambda: agreeing.with_all_ranks(fail(None, Foreign("two", "words")))),
+        "aside": error_of(lambda: agreeing.on_all_ranks(fail(ValueError("value"), None), aside=True)),
+        "both": error_of(lambda: agreeing.with_all_ranks(fail(ConflictError("zero"), ConflictError("one")))),
+        "afterwards": agreeing.on_all_ranks(rank),
+    }
 
 
 def fails_on_rank_1(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,20 @@ def test_what_fails_on_rank_1_fails_on_all(seen: Seen) -> None:
     assert "it does not fit" in first["load"][1]
     assert first["restored"] is False
     assert first["again"] == 200
+
+
+def test_errors_of_others_reach_all(seen: Seen) -> None:
+    """As they are, where another process can make them again; of two the one of the lower rank."""
+    first, second = seen("foreign_errors")
+    for what, found in (
+        ("one", ["KeyError", "'key'"]),
+        ("aside", ["ValueError", "value"]),
+        ("both", ["ConflictError", "zero"]),
+    ):
+        assert [first[what], second[what]] == [found, found]
+    assert first["unpicklable"] == ["CkptmgrError", "rank 1: Foreign: two words"]
+    assert second["unpicklable"] == ["Foreign", "two words"]
+    assert [first["afterwards"], second["afterwards"]] == [[0, 1], [0, 1]]
 
 
 def test_ranks_of_one_machine_share_one_directory(seen: Seen) -> None:
@@ -179,6 +196,87 @@ def test_a_callback_that_cannot_begin_on_rank_0_stops_all(seen: Seen) -> None:
     assert first["apart"][0] == "ConflictError"
     assert "rank 1: step 1" in first["apart"][1]
     assert first["steps"] == 0
+
+
+class Threads:
+    """Ranks as threads of this process, on `disks` that only ranks of the same disk see."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, disks: str, hosts: str) -> None:
+        self.folder, self.disks, self._mine = folder, disks, threading.local()
+        self.brought: list[int] = []
+        self._barrier, self._rows = threading.Barrier(len(disks), timeout=60), [Any] * len(disks)
+        is_here, bring = choosing._File.is_here, choosing.Chooser._bring
+
+        def brings(chooser: choosing.Chooser, place: Any) -> Any:
+            self.brought.append(self.rank())
+            return bring(chooser, place)
+
+        patch.setattr(choosing, "rank", self.rank)
+        patch.setattr(choosing, "can_agree", lambda: True)
+        patch.setattr(choosing, "on_all_ranks", self.exchange)
+        patch.setattr(choosing, "host_name", lambda: hosts[self.rank()])
+        patch.setattr(choosing._File, "is_here", lambda file: os.fspath(self.disk()) in file.path and is_here(file))
+        patch.setattr(choosing.Chooser, "_bring", brings)
+
+    def rank(self) -> int:
+        return int(self._mine.rank)
+
+    def disk(self) -> Path:
+        return self.folder / f"disk-{self.disks[self.rank()]}"
+
+    def exchange(self, part: Callable[[], Any], *, aside: bool = False) -> list[Any]:
+        self._rows[self.rank()] = part()
+        self._barrier.wait()
+        rows = list(self._rows)
+        self._barrier.wait()
+        return rows
+
+    def choose(self, run_dir: Path) -> list[choosing.Chosen]:
+        found: dict[int, choosing.Chosen | None] = {}
+
+        def work(number: int) -> None:
+            self._mine.rank = number
+            manager = CheckpointManager(run_dir, local_dir=self.disk())
+            found[number] = manager._restoring._chooser.choose("latest", lambda manifest: None)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(self.disks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [chosen for _, chosen in sorted(found.items()) if chosen is not None]
+
+
+@pytest.mark.parametrize(
+    ("disks", "hosts", "brought"),
+    [
+        ("aabb", "aabb", {2}),
+        ("abab", "abab", {1}),
+        ("abbc", "zzzz", {1, 3}),
+        ("aaa", "abc", set()),
+    ],
+)
+def test_one_process_of_each_machine_fetches(
+    disks: str,
+    hosts: str,
+    brought: set[int],
+    manager: Callable[..., CheckpointManager],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of its machine take its files. Host names only save work: what counts is who sees the files."""
+    with manager() as saving:
+        saving.save(100, {"n": {"value": 1}})
+    ranks = Threads(monkeypatch, tmp_path, disks, hosts)
+    found = ranks.choose(run_dir)
+    assert len(found) == len(disks)
+    assert set(ranks.brought) == brought
+    assert {number for number, chosen in enumerate(found) if chosen.is_own} == brought | {0}
+    for disk, chosen in zip(disks, found, strict=True):
+        assert chosen.resumed.directory.is_relative_to(tmp_path / f"disk-{disk}")
+        assert json.loads((chosen.resumed.directory / "n.json").read_bytes()) == {"value": 1}
+        assert chosen.resumed.how == "auto"
 
 
 def test_without_a_process_group_it_is_said_once(
