@@ -11,6 +11,11 @@ import pytest
 from ckptmgr.training.manager import CheckpointManager
 
 
+@pytest.fixture(autouse=True)
+def _uploads_in_a_thread(uploads_in_a_thread: None) -> None:
+    """Transfer processes have tests of their own."""
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Where the run is stored; made by the first manager that needs it."""
