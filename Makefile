@@ -5,6 +5,7 @@
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
 # make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
 # make bench-transfer, bench-oss   uploads, downloads and lists beside s5cmd, rclone, obstore, s3fs and oss2
+# make bench-callbacks   what dispatching an event costs, beside transformers' handler
 # make bench-resume   from the start of a resume to the end of the first step, beside s5cmd and torch.load
 #
 # Each makes the environment .venv first, when it is missing or older than pyproject.toml or constraints.txt. Variables:
@@ -29,8 +30,10 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Each process starts test stores of its own; the tests of a class or module stay in one.
-PYTEST := -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadscope) $(PYTEST_ARGS)
+# Each process starts test stores of its own; the tests of a class or module stay in one. Modules of few tests, which are the longest ones,
+# would come last otherwise, and one process would wait for the other.
+PYTEST := -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadscope --no-loadscope-reorder) \
+  --durations=25 --durations-min=3 $(PYTEST_ARGS)
 FORMATTED := ckptmgr callbacks backends tests bench .ci
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -39,7 +42,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow check format-check lint types layers coverage package hosts soak \
-  bench-startup bench-save bench-interference bench-transfer bench-oss bench-resume constraints clean FORCE
+  bench-startup bench-save bench-interference bench-transfer bench-oss bench-resume bench-callbacks constraints clean FORCE
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -126,6 +129,10 @@ bench-startup: $(STAMP)
 
 bench-save bench-interference bench-transfer bench-oss bench-resume: bench-%: $(STAMP)
 	$(BIN)/python bench/$*.py $(BENCH_ARGS)
+
+# Beside transformers' own handler.
+bench-callbacks: build/hosts/transformers-newest/.installed
+	build/hosts/transformers-newest/bin/python bench/callbacks.py $(BENCH_ARGS)
 
 # --- upkeep ------------------------------------------------------------------------------------------------------------
 
