@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.errors import CheckpointError
+from ckptmgr.training.agreeing import with_all_ranks
 from ckptmgr.training.loader import ResumableLoader
 from ckptmgr.training.rank_rng import restore_ranks
 from ckptmgr.training.rng import capture_rng
@@ -83,11 +84,14 @@ class AccelerateCheckpoints:
         return taken
 
     def restore(self, selector: str = "latest") -> int | None:
-        """Load a checkpoint into everything that was prepared or registered; the step that it is of. None on a run without any data."""
+        """Load a checkpoint into everything that was prepared or registered; the step that it is of. None on a run without any data.
+
+        Every rank must call it: all load the checkpoint that rank 0 chooses, and an error of one is raised on all.
+        """
         directory = self.manager.resume_path(selector)
         if directory is None:
             return None
-        self.load(directory)
+        with_all_ranks(lambda: self.load(directory))
         return self._place.step
 
     def load(self, directory: Path) -> None:

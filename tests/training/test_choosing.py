@@ -8,14 +8,17 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from ckptmgr.backends.wrap import WrappedBackend
+from ckptmgr.core.errors import AccessDeniedError, TransientBackendError
 from ckptmgr.training import choosing
 from ckptmgr.training.manager import CheckpointManager
 
+T = TypeVar("T")
 RANK = """
 from training.choosing_ranks import run
 join()
@@ -277,6 +280,36 @@ def test_one_process_of_each_machine_fetches(
         assert chosen.resumed.directory.is_relative_to(tmp_path / f"disk-{disk}")
         assert json.loads((chosen.resumed.directory / "n.json").read_bytes()) == {"value": 1}
         assert chosen.resumed.how == "auto"
+
+
+def test_uploads_before_a_choice_are_bounded(
+    manager: Callable[..., CheckpointManager], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that takes for ever: what waits goes on waiting, and is named."""
+    stops: list[threading.Event | None] = []
+
+    class Slow(WrappedBackend):
+        def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
+            if verb in ("put_file", "pipe_file") and "-000000000100-" in path:
+                if not stops:
+                    raise AccessDeniedError("not yet")
+                assert stops[-1] is not None
+                assert stops[-1].wait(60)
+                raise TransientBackendError("stopped")
+            return call()
+
+    saving = manager(transfer="thread", wrap_backend=Slow)
+    saving.save(100, {"n": {"value": 1}}, wait=True)
+    assert saving.close().pending
+
+    def open_places(stop: threading.Event | None) -> Any:
+        stops.append(stop)
+        return saving._open(stop)
+
+    chooser = choosing.Chooser(open_places, tmp_path / "disk", url=saving.url, new_lineage=False, drain_s=0.2)
+    (left,) = chooser._drain()
+    assert left.step == 100
+    assert f"{left} is only in {tmp_path / 'disk'}" in caplog.text
 
 
 def test_without_a_process_group_it_is_said_once(
