@@ -108,7 +108,7 @@ def make_scene(
         yield make
 
 
-@pytest.fixture(params=["s3", "moto", "oss"])
+@pytest.fixture(params=["s3", pytest.param("moto", marks=pytest.mark.slow), "oss"])
 def scene(request: pytest.FixtureRequest, make_scene: MakeScene) -> Scene:
     """On SeaweedFS, moto and OSS, with the parts' size left to the job that is killed."""
     return make_scene(request.param)

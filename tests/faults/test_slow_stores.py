@@ -157,6 +157,7 @@ class TestDialects:
         assert (tmp_path / "got").read_bytes() == DATA
         assert backend.retries >= 1
 
+    @pytest.mark.parametrize("faulty_store", ["moto", pytest.param("oss", marks=pytest.mark.slow)], indirect=True)
     def test_a_slow_link_is_not_taken_for_a_dead_one(
         self, store: Store, open_backend: Open, through: Callable[..., Relay], tmp_path: Path
     ) -> None:
