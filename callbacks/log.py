@@ -33,6 +33,8 @@ class LogCallback(GuardedCallback):
     own (`log-rank1.jsonl`). Gradients in shards (DTensor) are summed by all ranks at these steps; otherwise there is no collective. *A GPU* is
     waited for at these steps only, once. *Resume*: files are gone on with; a step that comes again is written again, and the later one counts.
 
+    Added with `run_async`, it gets no gradients, and writes the host's logs alone.
+
     A sink that fails loses records, says so once, and ends nothing (`lost` counts). One that is not installed is an error at once.
 
     Args:

@@ -6,12 +6,16 @@ import copy
 import json
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 
 from ckptmgr.callbacks.base import Callback, TrainerControl, TrainerState
 from ckptmgr.callbacks.dpo_accuracy import DPOAccuracyCallback
@@ -23,6 +27,7 @@ from ckptmgr.core.policies import Best
 from ckptmgr.trainer import Trainer, TrainingArguments
 
 VOCABULARY, PAIRS, LENGTH = 16, 4, 6
+ACCURACY = "rewards/accuracies"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -299,6 +304,82 @@ def test_a_resumed_run_decides_as_an_uninterrupted_one(cut: int) -> None:
     stops = play(first, readings[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert stops + play(second, readings[cut:], first=cut + 1) == play(make(), readings)
+
+
+# --- the same everywhere --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(
+    readings=strategies.lists(strategies.sampled_from([0.0, 0.4, 0.5, 0.52, 0.6, 1.0, math.nan, None]), max_size=8),
+    window=strategies.integers(1, 3),
+    warmup=strategies.integers(0, 3),
+)
+def test_every_host_gets_the_same_decision_for_the_same_evaluations(
+    replay: Any, readings: list[float | None], window: int, warmup: int
+) -> None:
+    metrics = [{"eval_loss": 1.0, **({} if each is None else {f"eval_{ACCURACY}": each})} for each in readings]
+    decided = []
+    for shape in ("embedded", "huggingface", "plain") if readings else ():
+        callback = DPOAccuracyCallback(window=window, warmup=warmup, stop=True, monitor=f"eval_{ACCURACY}")
+        decided.append((replay(shape, callback, metrics=metrics), callback.state_dict()["readings"]))
+    assert all(each == decided[0] for each in decided)
+    finite = [(step, each) for step, each in enumerate(readings, start=1) if each is not None and math.isfinite(each)]
+    low = (
+        step
+        for end, (step, _) in enumerate(finite, start=1)
+        if end >= window and step > warmup and sum(each for _, each in finite[end - window : end]) / window < 0.52
+    )
+    assert not decided or decided[0][0].stopped == next(low, None)
+
+
+RANK = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from ckptmgr.callbacks.dpo_accuracy import DPOAccuracyCallback
+from ckptmgr.trainer import Trainer, TrainingArguments
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+
+def run(wrong_from):
+    model = torch.nn.Linear(2, 1)
+    def loss_fn(model, batch):
+        # Rank 0 is always right; rank 1 is wrong from some step on, and has three times as many pairs.
+        wrong = rank and trainer.state.global_step >= wrong_from
+        chosen = torch.full((3 if rank else 1,), -1.0 if wrong else 1.0)
+        return {"loss": model(batch).square().mean(), "rewards/chosen": chosen, "rewards/rejected": -chosen}
+    callback = DPOAccuracyCallback(window=2, warmup=0, stop=True, log_interval=2)
+    trainer = Trainer(
+        model,
+        TrainingArguments(max_steps=10, gradient_accumulation_steps=2),
+        train_dataloader=[torch.ones(1, 2)] * 20,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=loss_fn,
+        callbacks=[callback],
+    )
+    return [trainer.train().global_step, callback.state_dict()["readings"]]
+
+print(json.dumps([run(3), run(100)]))
+sys.stdout.flush()
+dist.destroy_process_group()
+os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
+"""
+
+
+def test_all_ranks_stop_together_by_the_pairs_of_all(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "file")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    told = [json.loads(each.communicate(timeout=120.0)[0]) for each in started]
+    # Steps 3 and 4: of 16 pairs the 6 of rank 1's fourth step are wrong.
+    whole = [1.0, 10 / 16, 4 / 16]
+    assert told[0] == told[1] == [[6, whole[-2:]], [10, [1.0, 1.0]]]
 
 
 @pytest.mark.parametrize(
