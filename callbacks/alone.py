@@ -1,14 +1,17 @@
-"""A built-in callback that is added to Hugging Face's Trainer without a `CallbackManager`, and wants its state in the checkpoints all the same."""
+"""A built-in callback in Hugging Face's Trainer: its state in the checkpoints, without a `CallbackManager` too, and a training that it has ended."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.base import Callback, name_of
 from ckptmgr.core.errors import IncompatibleStateError
+from ckptmgr.training.arguments import continues_stopped
 
-# Not the name of a callback class: transformers would make a new object of it when asked to restore callbacks.
-_PREFIX = "ckptmgr.callbacks/"
+_log = logging.getLogger(__name__)
+
 _CLAIMS = "_ckptmgr_claims"
 
 
@@ -20,7 +23,10 @@ class AloneCallback(Callback):
 
     Attributes:
         is_managed: a `CallbackManager` keeps the state.
+        stopped_step: the step at which this ended the training; None if it did not. A subclass has it in its state, under this name.
     """
+
+    stopped_step: int | None = None
 
     # What the manager's debug mode lets it change.
     changes_state = frozenset({"stateful_callbacks"})
@@ -40,7 +46,7 @@ class AloneCallback(Callback):
         claims = vars(state).setdefault(_CLAIMS, [])
         claims.append(name_of(self))
         number = claims.count(name_of(self))
-        self._key = _PREFIX + name_of(self) + (f"#{number}" if number > 1 else "")
+        self._key = f"{huggingface.STATES_KEY}/{name_of(self)}" + (f"#{number}" if number > 1 else "")
         if self._key in kept:
             try:
                 self.load_state_dict(kept[self._key]["attributes"])
@@ -55,3 +61,20 @@ class AloneCallback(Callback):
         """Have the next save of the Trainer write the state as it is now."""
         if self._key and not self.is_managed:
             state.stateful_callbacks[self._key] = {"args": {}, "attributes": self.state_dict()}
+
+    def _stay_stopped(self, state: Any, control: Any) -> None:
+        """In `on_train_begin`: have a training that this has ended at the present step stay ended, where nobody else sees to it.
+
+        The embedded Trainer does, and a `SaveModelCallback`, which keeps Hugging Face's Trainer from running any step; from here, in the middle of an epoch,
+        it still runs one.
+        """
+        hosted = isinstance(getattr(state, "stateful_callbacks", None), dict) and not huggingface.entry_in(state)
+        if not hosted or self.stopped_step is None or self.stopped_step != state.global_step or continues_stopped():
+            return
+        control.should_training_stop = True
+        if state.is_world_process_zero:
+            _log.warning(
+                "already stopped (%s) at step %d: the trainer ends after one more at most - to go on, set CKPTMGR_CONTINUE_STOPPED=1",
+                name_of(self),
+                state.global_step,
+            )

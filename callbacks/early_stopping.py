@@ -30,8 +30,8 @@ class EarlyStoppingCallback(AloneCallback):
     - *One step evaluated twice*, at its end and at that of the epoch, counts once, with its first value.
     - *Several ranks* go by the mean of their values, so that all end together: each rank's evaluation must call this. Logs and warnings are rank 0's.
     - *Gradient accumulation* has no influence: evaluations are counted, not steps.
-    - *A resume* goes on counting where the checkpoint was. The training that this has ended stays ended; one that is gone on with all the same
-      (`continue_stopped`) has its whole patience again.
+    - *A resume* goes on counting where the checkpoint was. The training that this has ended stays ended (with Hugging Face's Trainer and no
+      `SaveModelCallback`, after one more step at most); one that is gone on with all the same (`continue_stopped`) has its whole patience again.
 
     Args:
         monitor: the metric, as evaluations name it; `loss` finds `eval_loss` too.
@@ -44,7 +44,8 @@ class EarlyStoppingCallback(AloneCallback):
         source: "evaluation": the metrics of evaluations. "log": what is logged, such as TRL's `rewards/accuracies`; a log without the metric is none to
             look at, and is not missed.
         restore_best: put the weights of the best evaluation back when the training ends, unless it ends by an exception or a preemption. They are kept in
-            host memory, one copy, made at each best evaluation. Checkpoints are of the last step all the same.
+            host memory, one copy, made at each best evaluation. Checkpoints are of the last step all the same; a final model that is pushed at the end
+            (`save_final`) has the best weights. Without a `CallbackManager` that depends on the order: add this callback first.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -56,7 +57,7 @@ class EarlyStoppingCallback(AloneCallback):
         ConfigError: an argument that makes no sense.
     """
 
-    priority = Priority.STOP
+    priority: int = Priority.STOP
 
     def __init__(
         self,
@@ -86,6 +87,9 @@ class EarlyStoppingCallback(AloneCallback):
         self.warmup = warmup
         self.source = source
         self.restore_best = restore_best
+        if restore_best:
+            # Before a callback that pushes the model at the end.
+            self.priority = Priority.SAVE - 5
         self.best: float | None = None
         self.best_step: int | None = None
         self.waited = 0
@@ -102,6 +106,7 @@ class EarlyStoppingCallback(AloneCallback):
         """Nothing has failed yet."""
         self._failed = False
         self._take_up(state)
+        self._stay_stopped(state, control)
 
     def on_evaluate(
         self,

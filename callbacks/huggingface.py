@@ -35,6 +35,9 @@ STATE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
 # Not the name of a callback class: transformers would make a new object of it when asked to restore callbacks.
 _STATE_KEY = "ckptmgr"
+STATES_KEY = "ckptmgr.callbacks"
+"""Where in the state of Hugging Face's Trainer the states of callbacks of ours are; followed by `/` and its name that of one without a manager. Not the
+name of a class: transformers would make a new object of it when asked to restore callbacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +232,9 @@ def stopped_by(state: Any) -> str | None:
             return None
     except (KeyError, TypeError):
         return None
-    return next((name for name, saved in callbacks.items() if _out_of_patience(saved)), "a callback")
+    ours = (name for name, saved in _states_of_ours(callbacks) if saved.get("stopped_step") == state.global_step)
+    theirs = (name for name, saved in callbacks.items() if _out_of_patience(saved))
+    return next(ours, None) or next(theirs, "a callback")
 
 
 def parts_of(paths: Sequence[str], args: Any) -> dict[str, bool]:
@@ -253,6 +258,16 @@ def parts_of(paths: Sequence[str], args: Any) -> dict[str, bool]:
     if getattr(args, "fp16", False):
         found["scaler"] = whole or "scaler.pt" in top
     return found
+
+
+def _states_of_ours(callbacks: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The states that a `CallbackManager` and callbacks of ours without one have put there, by their names."""
+    for key, saved in callbacks.items():
+        place, _, name = key.partition("/")
+        attributes = saved.get("attributes") if isinstance(saved, Mapping) else None
+        if place == STATES_KEY and isinstance(attributes, Mapping):
+            states = {name: attributes} if name else attributes
+            yield from ((name, state) for name, state in states.items() if isinstance(state, Mapping))
 
 
 def _out_of_patience(saved: Any) -> bool:

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-_log = logging.getLogger(__name__)
+from ckptmgr.callbacks.huggingface import STATES_KEY
 
-# Not the name of a callback class: transformers would make a new object of it when asked to restore callbacks.
-_KEY = "ckptmgr.callbacks"
+_log = logging.getLogger(__name__)
 
 
 def may_save(state: Any, control: Any) -> bool:
@@ -36,15 +35,15 @@ def keep(state: Any, states: Mapping[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             _log.error("the state of callback %s is not kept in trainer_state.json: %s", name, error)
     # An entry of an earlier step is not left there.
-    state.stateful_callbacks.pop(_KEY, None)
+    state.stateful_callbacks.pop(STATES_KEY, None)
     if kept:
-        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": kept}
+        state.stateful_callbacks[STATES_KEY] = {"args": {}, "attributes": kept}
 
 
 def kept(state: Any) -> Mapping[str, Any]:
     """What `keep` has put into the state that a resumed training begins with; empty if there is nothing of the kind."""
     try:
-        found = state.stateful_callbacks[_KEY]["attributes"]
+        found = state.stateful_callbacks[STATES_KEY]["attributes"]
     except (AttributeError, KeyError, TypeError):
         return {}
     return found if isinstance(found, Mapping) else {}

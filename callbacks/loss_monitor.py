@@ -63,6 +63,7 @@ class LossMonitorCallback(AloneCallback):
     Attributes:
         mean: the mean of the window at the last look; None before the first value.
         last: the newest value, maybe not finite; None before the first.
+        stopped_step: the step at which this ended the training; None if it did not.
         anomalies: the last 1000, oldest first. Not part of the saved state.
 
     Raises:
@@ -140,6 +141,7 @@ class LossMonitorCallback(AloneCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Go on from the checkpoint."""
         self._take_up(state)
+        self._stay_stopped(state, control)
 
     def on_pre_optimizer_step(
         self,
@@ -215,6 +217,7 @@ class LossMonitorCallback(AloneCallback):
         return {
             "detector": self._detector.state_dict(),
             "said_step": self._said_step,
+            "stopped_step": self.stopped_step,
             # Strict JSON has no NaN.
             "waiting": {name: [[step, repr(value)] for step, value in values] for name, values in waiting.items()},
         }
@@ -222,7 +225,7 @@ class LossMonitorCallback(AloneCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with them."""
         self._detector.load_state_dict(state["detector"])
-        self._said_step = state["said_step"]
+        self._said_step, self.stopped_step = state["said_step"], state["stopped_step"]
         for pending, name in ((self._waiting, "losses"), (self._waiting_norms, "norms")):
             for step, value in state["waiting"][name]:
                 pending.add(step, float(value))
@@ -265,6 +268,7 @@ class LossMonitorCallback(AloneCallback):
                     "; training ends" * ("stop" in wanted),
                 )
         if "stop" in wanted:
+            self.stopped_step = state.global_step
             control.should_training_stop = True
         if "save" in wanted:
             control.should_save = True

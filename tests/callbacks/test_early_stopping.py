@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.callbacks.base import Callback, TrainerControl, TrainerState
+from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.trainer import Trainer, TrainingArguments
@@ -188,6 +188,16 @@ def test_arguments_are_looked_at(options: dict[str, Any]) -> None:
     assert caught.value.hint
 
 
+class Final(Callback):
+    """As a saving callback that pushes the model at the end."""
+
+    priority = Priority.SAVE
+    weight: float | None = None
+
+    def on_train_end(self, model: Any, **kwargs: Any) -> None:
+        self.weight = model.weight.item()
+
+
 class Fails(Callback):
     critical = True
 
@@ -200,7 +210,7 @@ class Fails(Callback):
 def test_the_best_weights_come_back_at_the_end_but_not_after_a_failure(broken: bool) -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     losses = [1.0, 0.5, 0.7, 0.8]
-    callback = EarlyStoppingCallback(patience=2, restore_best=True)
+    callback, final = EarlyStoppingCallback(patience=2, restore_best=True), Final()
     trainer = Trainer(
         model,
         TrainingArguments(max_steps=8, eval_steps=1),
@@ -209,7 +219,7 @@ def test_the_best_weights_come_back_at_the_end_but_not_after_a_failure(broken: b
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         loss_fn=lambda model, batch: model(batch).sum(),
         eval_fn=lambda model, loader: {"loss": losses[trainer.state.global_step - 1]},
-        callbacks=[callback, *([Fails()] if broken else [])],
+        callbacks=[final, callback, *([Fails()] if broken else [])],
     )
     began = model.weight.item()
     if broken:
@@ -219,7 +229,7 @@ def test_the_best_weights_come_back_at_the_end_but_not_after_a_failure(broken: b
     else:
         assert trainer.train().stopped == "EarlyStoppingCallback"
         # Each step takes 1 off; the best was step 2 of 4.
-        assert model.weight.item() == pytest.approx(began - 2)
+        assert final.weight == model.weight.item() == pytest.approx(began - 2)
 
 
 def test_weights_from_before_a_resume_are_named(caplog: pytest.LogCaptureFixture) -> None:

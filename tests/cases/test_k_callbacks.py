@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def train(
     losses: Sequence[float] = (),
     evaluations: Sequence[float] = (),
     metric: str = "loss",
-    factor: Any = lambda step: 0.0,
+    factor: Callable[[int], float] = lambda step: 0.0,
     **options: Any,
 ) -> TrainingResult:
     """A training of one weight: a loss per step and a metric per evaluation as given, a gradient of `factor(finished steps)`."""
@@ -39,7 +39,8 @@ def train(
     steps = options.setdefault("max_steps", max(len(losses), len(evaluations)))
 
     def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        step, output = trainer.state.global_step, model(batch).sum()
+        output: torch.Tensor = model(batch).sum()
+        step = trainer.state.global_step
         return output * factor(step) if not losses else output * 0 + losses[step]
 
     trainer = Trainer(

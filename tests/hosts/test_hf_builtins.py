@@ -126,23 +126,31 @@ def test_early_stopping(make_trainer: Make, wrap: Any, tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_stopped_training_stays_stopped(
-    make_trainer: Make, wrap: Any, tmp_path: Path, saving: bool, monkeypatch: pytest.MonkeyPatch
+    make_trainer: Make,
+    wrap: Any,
+    tmp_path: Path,
+    saving: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A `SaveModelCallback` names who ended it and lets no step run; without it, one step more is run. When it is wanted, training goes on."""
-    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.0}
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "learning_rate": 0.0}
+    # With accumulation the Trainer looks between two micro-batches, and no further step would be run at all.
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
     def train(resume: str | None) -> Any:
         manager = CheckpointManager(tmp_path / "store/run", local_dir=tmp_path / "disk", transfer="thread")
         callbacks = [wrap(EarlyStoppingCallback(patience=1)), *([SaveModelCallback(manager)] if saving else [])]
-        trainer = make_trainer(*callbacks, **options, **({} if saving else {"save_strategy": "steps", "save_steps": 2}))
+        trainer = make_trainer(*callbacks, **options, **({} if saving else {"save_strategy": "steps", "save_steps": 3}))
         path = resume and (manager.resume_path() if saving else tmp_path / "out" / resume)
         trainer.train(resume_from_checkpoint=path and str(path))
         return trainer.state.global_step
 
-    assert train(None) == 4
-    assert train("checkpoint-4") == (4 if saving else 5)
+    assert train(None) == 6
+    assert train("checkpoint-6") == (6 if saving else 7)
+    assert caplog.text.count("already stopped (EarlyStoppingCallback)") == 1
     monkeypatch.setenv("CKPTMGR_CONTINUE_STOPPED", "1")
-    assert train("checkpoint-4") == 6
+    assert train("checkpoint-6") == STEPS
 
 
 def test_early_stopping_restores_the_best(make_trainer: Make) -> None:
