@@ -114,6 +114,7 @@ class NotifyCallback(Callback):
         self._numbers: dict[str, float] = {}
         self._step = 0
         self._failed = False
+        self._control: Any = None
         # Of the thread alone: what was durable, since when nothing more is, and whether that was said.
         self._durable: Any = None
         self._waits_since: float | None = None
@@ -141,6 +142,7 @@ class NotifyCallback(Callback):
             return
         self._began_s = self._checked_s = self._clock()
         self._failed = False
+        self._control = control
         self._step = state.global_step
         self._webhook.begin()
         atexit.register(self._process_ends)
@@ -202,10 +204,15 @@ class NotifyCallback(Callback):
 
     def _process_ends(self) -> None:
         """The process ends, and nobody has said that the training did."""
-        if self._began_s is not None:
-            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if self._began_s is None:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is None and getattr(self._control, "should_training_stop", False):
+            # Another callback ended the process in on_train_end, as after a preemption, in a host that then calls no more.
+            self._tell("end", "training was ended, and its process with it,", interrupted=True)
+        else:
             self._tell_failure(error)
-            self._finish(self.close_timeout_s)
+        self._finish(self.close_timeout_s)
 
     def _finish(self, timeout_s: float) -> None:
         self._began_s = None

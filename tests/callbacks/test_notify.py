@@ -149,6 +149,17 @@ def test_a_callback_that_ends_the_training_is_named(service: Service) -> None:
     assert "training was ended by Enough at step 1" in end["text"]
 
 
+def test_an_interrupted_training_is_no_failure(service: Service) -> None:
+    class Notice(Callback):
+        def on_step_end(self, control: Any, state: Any, **kwargs: Any) -> None:
+            control.should_interrupt = state.global_step == 2
+
+    assert trainer_of(NotifyCallback(service.url), Notice()).train().interrupted
+    (end,) = service.taken
+    assert end["interrupted"] is True
+    assert "training was interrupted at step 2, after " in end["text"]
+
+
 def test_by_position_as_transformers_calls_it() -> None:
     posts = Posts()
     callback = NotifyCallback(URL, post=posts)
@@ -174,8 +185,20 @@ def test_only_the_main_process_sends() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "ckptmgr-webhook"]
 
 
-@pytest.mark.parametrize("ends", ["raise ValueError('wrong data')", "sys.exit(3)", "pass"])
-def test_where_the_host_says_nothing_of_a_failure_the_end_of_the_process_does(ends: str, service: Service) -> None:
+ENDS = {
+    "raise ValueError('wrong data')": ("failure", "failed at step 5", "ValueError: wrong data"),
+    "sys.exit(3)": ("failure", "failed at step 5", "its process ended before it did"),
+    "pass": ("failure", "failed at step 5", "its process ended before it did"),
+    "control.should_training_stop = True; sys.exit(143)": (
+        "end",
+        "was ended, and its process with it, at step 5",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_where_the_host_says_nothing_of_the_end_that_of_the_process_does(ends: str, service: Service) -> None:
     program = f"""
 import sys
 from types import SimpleNamespace
@@ -195,11 +218,10 @@ callback.on_step_end(None, state, control)
     subprocess.run(
         [sys.executable, "-c", program], env=environment, timeout=DEADLINE_S, check=False, stderr=subprocess.DEVNULL
     )
-    (failure,) = service.taken
-    assert failure["event"] == "failure"
-    assert failure["step"] == 5
-    expected = "ValueError: wrong data" if "raise" in ends else "its process ended before it did"
-    assert failure["error"] == expected
+    (told,) = service.taken
+    event, how, error = ENDS[ends]
+    assert (told["event"], told["step"], told.get("error")) == (event, 5, error)
+    assert told["text"].startswith(f"[run] training {how}, after ")
 
 
 # --- durability -----------------------------------------------------------------------------------------------------------------
