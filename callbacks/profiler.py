@@ -42,7 +42,8 @@ class PerformanceProfilerCallback(Callback):
     and fills caches.
 
     Forward and backward are told apart by two hooks on the model, at one step in `sample_interval`, each time another one of so many; they are gone
-    afterwards. A model compiled in place (`model.compile()`) gets none, and the two are `compute`. On a GPU the sampled steps are measured by events
+    afterwards. A model compiled in place (`model.compile()`) gets none, and one whose parts are called in its place, as in Lightning, calls none: there the two
+    are `compute`. On a GPU the sampled steps are measured by events
     in its queue, and nothing waits for it: there `data` is what the GPU waits for the host.
 
     *Several ranks*: each measures itself, the main process says what it found; no collective. Rates are its own times the number of ranks. Where the
@@ -138,14 +139,14 @@ class PerformanceProfilerCallback(Callback):
                 model.register_forward_pre_hook(lambda *_: self._enter("forward")),
                 model.register_forward_hook(lambda *_: self._enter("backward")),
             ]
-        self._enter("forward" if self._handles else "compute")
+        self._enter("compute")
 
     def on_substep_end(
         self, args: Any, state: TrainerState, control: TrainerControl, batch: Any = None, **kwargs: Any
     ) -> None:
         """A micro-batch is done, and another one begins."""
         self._count(batch)
-        self._enter("forward" if self._handles else "compute")
+        self._enter("compute")
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Gradients are there."""

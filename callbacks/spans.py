@@ -78,8 +78,8 @@ class Spans:
         """Seconds by phase, in the order of `PHASES`, from the last time up to the last mark; their sum is the host's time."""
         self._read_device()
         found = dict(self._host)
-        halves = {name: self._host[name] for name in ("forward", "backward") if self._host.get(name)}
-        self._halves = halves or self._halves
+        self._halves = _halves(self._host) or self._halves
+        _share_out(self._device, "compute", _halves(self._device))
         self._device_shares = self._device or self._device_shares
         _share_out(found, "compute", self._halves)
         if self._device_shares:
@@ -108,6 +108,10 @@ class Spans:
     @staticmethod
     def _add(seconds: dict[str, float], phase: str, spent: float) -> None:
         seconds[phase] = seconds.get(phase, 0.0) + spent
+
+
+def _halves(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds[name] for name in ("forward", "backward") if seconds.get(name)}
 
 
 def _share_out(seconds: dict[str, float], name: str, shares: Mapping[str, float]) -> None:
