@@ -184,7 +184,7 @@ class Callback:
     def on_step_end(self, *args: Any, **kwargs: Any) -> Any:
         """A step is finished and counted in `state`.
 
-        Brings the last `batch`, `outputs` with "loss": the step's mean, detached, and `checkpoint` as `on_save` does, for its sizes: the step's
+        Brings the last `batch`, `outputs` with the loss (`outputs.loss`, or `outputs["loss"]`): the step's mean, detached, and `checkpoint` as `on_save` does, for its sizes: the step's
         edge is not over yet.
         """
 

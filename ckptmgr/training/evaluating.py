@@ -10,7 +10,7 @@ import torch
 
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.training.arguments import TrainingArguments
-from ckptmgr.training.forward import autocast, call_model, evaluation_mode, split_loss, to_device
+from ckptmgr.training.forward import Outputs, autocast, call_model, evaluation_mode, split_loss, to_device
 
 
 class Evaluating(ABC):
@@ -72,7 +72,7 @@ class Evaluating(ABC):
             raise ConfigError("the eval_dataloader gave no batch", hint="check its dataset and batch size")
         return {"loss": float(torch.stack(losses).mean())}
 
-    def _forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         """The loss with its graph, and the outputs without."""
         with autocast(self.device, self.args.amp):
             result = call_model(self.model, batch) if self._loss_fn is None else self._loss_fn(self.model, batch)

@@ -13,6 +13,16 @@ from ckptmgr.core.errors import ConfigError
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Outputs(dict[str, Any]):
+    """What a pass gave, by name, as hooks get it: `outputs["loss"]` and `outputs.loss`, as models of transformers do it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the outputs have no {name!r}; they have {', '.join(self)}") from None
+
+
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
     """The forward of `model`, with the arguments that a mapping, a list or tuple, or any other batch stands for."""
     if isinstance(batch, Mapping):
@@ -20,7 +30,7 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
 
 
-def split_loss(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def split_loss(result: Any) -> tuple[torch.Tensor, Outputs]:
     """The loss of what a model or a loss function returned, with its graph, and everything named in it, detached.
 
     Raises:
@@ -36,7 +46,8 @@ def split_loss(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
             f"the loss is {shown}, not a scalar tensor", hint="return the mean loss, or a mapping with it under 'loss'"
         )
     named["loss"] = loss
-    return loss, {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in named.items()}
+    detached = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in named.items()}
+    return loss, Outputs(detached)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptmgr.training.evaluating import Evaluating
-from ckptmgr.training.forward import optimizer_step, to_device
+from ckptmgr.training.forward import Outputs, optimizer_step, to_device
 from ckptmgr.training.scheduling import Schedule
 
 
@@ -37,7 +37,7 @@ class Stepping(Evaluating):
             if index + 1 < len(window):
                 self._call("on_substep_end", batch=batch, outputs=outputs)
                 between()
-        return {"batch": batch, "outputs": {**outputs, "loss": total}}
+        return {"batch": batch, "outputs": Outputs(outputs, loss=total)}
 
     def _optimize(self, micro_batches: int, *, exhausted: bool) -> None:
         """The step itself, and the scheduler's; `exhausted`: it is known to be the epoch's last."""
