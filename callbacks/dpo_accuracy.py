@@ -116,7 +116,7 @@ class DPOAccuracyCallback(AloneCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, outputs: Any = None, **kwargs: Any
     ) -> None:
         """Count the pairs of a micro-batch."""
-        self._pairs.add(accuracy=reward_accuracies(outputs))
+        self._pairs.add(accuracy=self._right(args, None, None, outputs, compute=False))
 
     def on_step_end(
         self,
@@ -134,10 +134,8 @@ class DPOAccuracyCallback(AloneCallback):
         due = state.global_step % self.log_interval == 0
         self._pairs.add(accuracy=self._right(args, model, batch, outputs, compute=due))
         found = self._pairs.sample(state.global_step)
-        if found is not None and not math.isnan(found["accuracy"]):
-            self._computes = True
-            if self.monitor == _ACCURACY:
-                self._read(found["accuracy"], state, control)
+        if found is not None and not math.isnan(found["accuracy"]) and self.monitor == _ACCURACY:
+            self._read(found["accuracy"], state, control)
 
     def on_log(
         self,
@@ -218,11 +216,12 @@ class DPOAccuracyCallback(AloneCallback):
     def _right(self, args: Any, model: Any, batch: Any, outputs: Any, *, compute: bool) -> Any:
         """Which pairs are in the right order; None if nothing says so."""
         found = reward_accuracies(outputs)
-        can_compute = model is not None and is_preference_batch(batch)
+        can_compute = (
+            model is not None and is_preference_batch(batch) and (self.reference is not None or has_reference(batch))
+        )
+        self._computes = self._computes or found is not None or can_compute
         if found is not None or not compute or not can_compute:
             return found
-        if self.reference is None and not has_reference(batch):
-            return None
         with _autocast(args, batch):
             chosen, rejected = implicit_rewards(model, batch, reference=self.reference, beta=self.beta)
         return chosen > rejected
@@ -263,7 +262,7 @@ class DPOAccuracyCallback(AloneCallback):
             state,
             "%s is neither in the logs nor can it be computed here; there are: %s",
             self.monitor,
-            ", ".join(sorted(names)) or "none",
+            ", ".join(sorted(numbers_of(names))) or "none",
         )
 
     def _say(self, what: str, state: TrainerState, message: str, *facts: object) -> None:

@@ -167,6 +167,14 @@ def test_a_reading_is_the_mean_over_all_pairs_of_its_steps_and_micro_batches() -
     assert callback._values.values == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("reference", [True, None])
+def test_what_will_be_computed_is_not_missed_before(reference: Any, caplog: pytest.LogCaptureFixture) -> None:
+    callback = DPOAccuracyCallback(window=2, log_interval=4, reference=reference)
+    trainer_of(callback, tells=reference is None, logging_steps=1, max_steps=5).train()
+    assert callback.readings == 1
+    assert "neither in the logs" not in caplog.text
+
+
 def test_with_a_reference_it_is_computed_at_sampled_steps_and_training_is_the_same_to_the_last_bit() -> None:
     class Computed(Callback):
         def __init__(self) -> None:
