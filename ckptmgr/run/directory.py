@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 16
 _LOOKED_AT = 20
+# See `RunDirectory.is_new`: their uuids.
+_made_unseen: set[str] = set()
 _KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
 
 
@@ -105,6 +107,11 @@ class RunDirectory:
             return cls.open(url, fs=fs, root=root)._of_kind(kind)
         except CheckpointNotFoundError:
             pass
+        except AccessDeniedError:
+            run = cls._at(url, fs, root)
+            if not run._is_made_unseen(uuid or new_uuid(), kind):
+                raise
+            return run
         run = cls._at(url, fs, root)
         uuid = run._uuid_for_creation(uuid)
         record = RunRecord(uuid=uuid, kind=kind, create_only=run._probe_create_only(), created_at=utc_stamp())
@@ -138,6 +145,32 @@ class RunDirectory:
                 url=self.url,
             )
         return self
+
+    def _is_made_unseen(self, uuid: str, kind: str) -> bool:
+        """Make the run although nothing in it can be listed; whether it is made, and new.
+
+        To who may not list, a store does not say that a key is absent. That run.json is created where the store decides create-only writes says it, and
+        every commit comes after a run.json.
+        """
+        try:
+            if self.fs.capabilities.is_local or not self._probe_create_only():
+                return False
+            self._refuse_place()
+            record = RunRecord(uuid=uuid, kind=kind, create_only=True, created_at=utc_stamp())
+            # Refused: by an own try that was not answered, or for there is a run that may not be read. What is there decides.
+            with contextlib.suppress(ObjectExistsError):
+                self.fs.pipe_file(self.path(layout.RUN_FILE), encode_run(record), mode="create")
+            if self.read(layout.RUN_FILE) != encode_run(record):
+                return False
+        except AccessDeniedError:
+            return False
+        logger.warning(
+            "no permission to list %s: this first start goes on, later ones cannot find its checkpoints without",
+            self.url,
+        )
+        self.record = record
+        _made_unseen.add(uuid)
+        return True
 
     def refuse_file(self) -> None:
         """Raise ConfigError if the run's path is a file, which no run can be."""
@@ -269,6 +302,15 @@ class RunDirectory:
         return self.record.uuid
 
     @property
+    def is_new(self) -> bool:
+        """Whether this process, which may not list, has made the run, and has not begun an attempt yet: then nothing is in it."""
+        return self.uuid in _made_unseen
+
+    def begun(self) -> None:
+        """An attempt was claimed: from now on there may be something in the run."""
+        _made_unseen.discard(self.uuid)
+
+    @property
     def name(self) -> str:
         return self.root.rsplit("/", 1)[-1]
 
@@ -285,8 +327,16 @@ class RunDirectory:
 
     def keys(self, prefix: str) -> list[str]:
         """Every key of this run below `prefix`, sorted."""
-        found = self.fs.find(self.path(prefix))
+        found = self._find(prefix)
         return sorted(name[len(self.root) + 1 :] for name in found)
+
+    def _find(self, prefix: str, **options: Any) -> Any:
+        try:
+            return self.fs.find(self.path(prefix), **options)
+        except AccessDeniedError:
+            if not self.is_new:
+                raise
+            return {}
 
     def remove_empty_folders(self, stem: Stem) -> None:
         """On a local disk, remove the folders that the removed files of `stem` lay in, and the temporary files that a killed upload left
@@ -312,7 +362,7 @@ class RunDirectory:
 
     def records(self, folder: str) -> dict[str, dict[str, Any]]:
         """Every key of this run below `folder`, sorted, with its record as `Backend.find` gives it."""
-        found = self.fs.find(self.path(folder), detail=True)
+        found = self._find(folder, detail=True)
         assert isinstance(found, dict)
         return {name[len(self.root) + 1 :]: record for name, record in found.items()}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ObjectNotFoundError
+from ckptmgr.core.errors import AccessDeniedError, ObjectNotFoundError
 from ckptmgr.core.layout import Stem
 
 if TYPE_CHECKING:
@@ -99,6 +99,10 @@ def names_below(run: RunDirectory, key: str) -> list[str]:
     try:
         entries = run.fs.ls(base, detail=False)
     except ObjectNotFoundError:
+        return []
+    except AccessDeniedError:
+        if not run.is_new:
+            raise
         return []
     names = [str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries if str(entry).rstrip("/") != base]
     return [name for name in names if name and not name.startswith(".")]

@@ -37,7 +37,9 @@ def claim_attempt(run: RunDirectory, *, how: How, parent: Stem | None) -> Attemp
         )
 
     steps = claims.claim(make, create_only=run.record.create_only, new_nonce=new_nonce)
-    return drive(steps, StoreDriver(run))
+    claimed = drive(steps, StoreDriver(run))
+    run.begun()
+    return claimed
 
 
 def refuse_unrestored(run: RunDirectory, history: History) -> None:

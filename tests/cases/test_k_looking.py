@@ -24,9 +24,11 @@ from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, denied
 from ckptmgr.testing.stores import Store
 from ckptmgr.testing.waits import Stopwatch
+from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.transfer.drain import drain
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -87,6 +89,66 @@ def test_k014_without_the_right_to_list(
     assert ask("verify", url, named) == ask("verify", url, named, "--quick") == {"checked": 1, "damaged": []}
     absent = cli_here("resume", url, f"id:{stems[0].renamed('00000000')}")
     assert absent.returncode == (4 if kind == "moto" else 3), absent.stderr
+
+
+@pytest.mark.parametrize("kind", ["moto", "oss"])
+def test_k014_the_first_save_of_a_run_without_the_right_to_list(
+    make_store: MakeStore,
+    cli_here: Cli,
+    ask: Ask,
+    tree: Tree,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """That run.json can be created proves that there is no run: a push and a training commit, with a warning; the next ones are refused, not taken for first
+    ones; what was saved is resumed by its id."""
+    store = make_store(kind)
+    for name, value in store.server.env_of("no-list").items():
+        monkeypatch.setenv(name, value)
+    pushed = cli_here("push", tree("checkpoint-100", SIX), f"{store.url}/pushed", "--json")
+    assert pushed.returncode == 0, pushed.stderr
+    assert "no permission to list" in pushed.stderr
+    with CheckpointManager(f"{store.url}/trained", local_dir=tmp_path / "disk", transfer="thread") as manager:
+        assert manager.restore({}) is None
+        ids = [json.loads(pushed.stdout)["id"], *(manager.save(step, {"step": step}) for step in (200, 300))]
+    urls = [f"{store.url}/{name}" for name in ("pushed", "trained", "trained")]
+    for url, stem in zip(urls, ids, strict=True):
+        got = ask("resume", url, f"id:{stem}", "--to", tmp_path / str(stem))
+        assert f"{got['step']:012d}" in str(stem)
+    before = store.snapshot()
+    assert len([key for key in before if "/manifests/" in key]) == 3
+    commands: list[list[Any]] = [
+        ["ls", urls[0]],
+        ["ls", urls[1]],
+        ["push", tree("checkpoint-200", SIX), urls[0]],
+        ["resume", urls[1], "--or-start", "--", "touch", tmp_path / "started"],
+    ]
+    for words in commands:
+        refused = cli_here(*words)
+        assert refused.returncode == 4, (words, refused.stderr)
+        assert "no permission to list" in refused.stderr
+    with (
+        pytest.raises(AccessDeniedError, match="no permission to list"),
+        CheckpointManager(urls[1], local_dir=tmp_path / "elsewhere", transfer="thread") as again,
+    ):
+        again.save(100, {"step": 100})
+    assert not (tmp_path / "started").exists()
+    assert store.snapshot() == before
+
+
+def test_k014_nothing_is_made_where_create_only_is_not_decided(
+    make_store: MakeStore, cli_here: Cli, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There nothing would prove that the run is new: refused as any other look."""
+    store = make_store("moto")
+    for name, value in store.server.env_of("no-list").items():
+        monkeypatch.setenv(name, value)
+    store.server.faults.add(Fault(method="PUT", ignore_headers=("if-none-match",), times=None))
+    refused = cli_here("push", tree("checkpoint-100", SIX), f"{store.url}/run")
+    assert refused.returncode == 4
+    assert "AccessDenied" in refused.stderr
+    assert store.keys() == []
 
 
 def save(tier: LocalTier, run: RunDirectory, step: int) -> Stem:
