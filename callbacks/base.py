@@ -217,6 +217,9 @@ class Callback:
     def on_exception(self, *args: Any, **kwargs: Any) -> Any:
         """Training ends by `exception`, which is raised on; `on_train_end` follows."""
 
+    def joined(self, dispatcher: Any) -> None:
+        """A `CallbackManager`, `dispatcher`, has taken this callback in: it knows what is beside it, and what that takes. No event; once per manager."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this callback: JSON values and tensors. Saved with every checkpoint."""
         return {}

@@ -101,6 +101,7 @@ class CallbackManager(Callback):
         self._clock = clock
         self._began: float | None = None
         self._is_nested = False
+        self._spent_s = 0.0
         self._entries: tuple[_Entry, ...] = ()
         for callback in callbacks:
             self.add(callback)
@@ -160,6 +161,11 @@ class CallbackManager(Callback):
             for key, entry in self._leaves().items()
         }
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that all hooks took so far, one that runs now not counted; of `run_async`, what handing over took."""
+        return self._spent_s
+
     def add(
         self,
         callback: Any,
@@ -194,6 +200,8 @@ class CallbackManager(Callback):
             callback._is_nested = True
         elif isinstance(callback, AloneCallback):
             callback.is_managed = True
+        if isinstance(callback, Callback):
+            callback.joined(self)
         entry = _Entry(
             callback=callback,
             target=Background(callback, failures) if run_async else callback,
@@ -340,6 +348,7 @@ class CallbackManager(Callback):
             now = self._clock()
             spent = now - started
             hook.timing.add(spent)
+            self._spent_s += spent
             if spent > self.slow_s:
                 self._say_slow(entry, event, hook, spent, now)
             if before is not None and self._watch is not None:

@@ -233,12 +233,7 @@ class PerformanceProfilerCallback(Callback):
         self._enter(_next(control))
 
     def _callbacks_s(self) -> float:
-        if self._dispatcher is None:
-            return 0.0
-        spent = getattr(self._dispatcher, "spent_s", None)
-        if spent is not None:
-            return float(spent)
-        return float(sum(each.total_s for events in self._dispatcher.timings.values() for each in events.values()))
+        return 0.0 if self._dispatcher is None else float(self._dispatcher.spent_s)
 
     def _is_sampled(self, step: int) -> bool:
         if not self._has_sampled:

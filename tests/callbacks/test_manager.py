@@ -550,3 +550,29 @@ def test_the_times_are_told_at_the_end_of_training(caplog: pytest.LogCaptureFixt
     assert [line[0] for line in lines] == ["callback", "Slower", "Slow"]
     assert lines[1][1:4] == ["2", "1.0", "s"]
     assert "50.0 %" in table
+
+
+def test_a_callback_is_told_who_dispatches_to_it_and_what_all_hooks_took() -> None:
+    """A second of each call, by a clock that only the hooks move; the running one is not in it yet."""
+    now = [0.0]
+    seen: list[float] = []
+
+    class Looks(Callback):
+        dispatcher: Any = None
+
+        def joined(self, dispatcher: Any) -> None:
+            self.dispatcher = dispatcher
+
+        def on_step_end(self, **kwargs: Any) -> None:
+            seen.append(self.dispatcher.spent_s)
+            now[0] += 1.0
+
+    looks = Looks()
+    inner = CallbackManager([Looks()], clock=lambda: now[0])
+    manager = CallbackManager([looks, inner], clock=lambda: now[0])
+    assert looks.dispatcher is manager
+    for _ in range(2):
+        manager.call("on_step_end", args=None, state=None, control=None)
+    assert manager.spent_s == 4.0
+    assert inner.spent_s == 2.0
+    assert seen == [0.0, 0.0, 2.0, 1.0]

@@ -258,7 +258,6 @@ def test_saves_that_do_not_become_durable_are_said_once_and_again_when_they_do()
     holder = SimpleNamespace(on_save=lambda **kwargs: None, manager=manager)
     callback = NotifyCallback(URL, post=posts, lag_s=600, check_interval_s=60, clock=lambda: now[0], events=["lag"])
     callbacks = CallbackManager([callback, holder])
-    callback.joined(callbacks)
     state, control = TrainerState(), TrainerControl()
 
     def call(event: str) -> None:

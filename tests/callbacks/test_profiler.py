@@ -135,7 +135,6 @@ def train(slow: Slow, profiler: PerformanceProfilerCallback, *, steps: int = 20,
     )
     # Its times on the same clock as everything else.
     trainer.callbacks = CallbackManager([profiler, Busy(slow)], clock=slow.clock)
-    profiler.joined(trainer.callbacks)
     trainer.train()
     return trainer
 
