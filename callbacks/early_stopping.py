@@ -246,15 +246,15 @@ class EarlyStoppingCallback(AloneCallback):
     # --- weights ----------------------------------------------------------------------------------------------------------
 
     def _copy_weights(self, model: Any) -> None:
-        """Copy the weights to host memory, in place of the copy before."""
+        """Copy the weights to host memory, in place of the copy before; of sharded ones the part of this rank."""
         kept = self._weights or {}
         for name, value in model.state_dict().items():
             if hasattr(value, "detach"):
-                value = value.detach()
-                if name in kept and kept[name].shape == value.shape:
-                    kept[name].copy_(value)
+                local = _local(value.detach())
+                if name in kept and kept[name].shape == local.shape:
+                    kept[name].copy_(local)
                 else:
-                    kept[name] = value.to("cpu", copy=True)
+                    kept[name] = local.to("cpu", copy=True)
         self._weights, self._weights_step = kept, self.best_step
 
     def _put_back(self, state: TrainerState, model: Any) -> None:
@@ -267,6 +267,21 @@ class EarlyStoppingCallback(AloneCallback):
                 self.best_step,
             )
             return
-        model.load_state_dict(self._weights, strict=False)
+        _load(model, self._weights)
         if state.is_world_process_zero:
             _log.info("the model has the weights of step %d again, the best by %s", self.best_step, self.metric.name)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _load(model: Any, weights: Mapping[str, Any]) -> None:
+    whole = {}
+    for name, live in model.state_dict().items():
+        if name in weights and hasattr(live, "to_local"):
+            # The parts of other ranks are their own.
+            live.detach().to_local().copy_(weights[name])
+        elif name in weights:
+            whole[name] = weights[name]
+    model.load_state_dict(whole, strict=False)

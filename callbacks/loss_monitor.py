@@ -31,7 +31,8 @@ class LossMonitorCallback(AloneCallback):
     All of the following counts such values. Rules:
 
     - *The mean* is over the last `window` finite values; one NaN or infinity does not poison it, and takes no place in it.
-    - *NaN and infinities* are anomalies (`nonfinite`), each with its step.
+    - *NaN and infinities* are anomalies (`nonfinite`), each with its step. Hugging Face's Trainer leaves them out of its logs unless
+      `logging_nan_inf_filter=False`; the gradient's norm, which is one then, it logs.
     - *A spike* is a value that exceeds the mean before it by more than `spike_factor` deviations, from the 10th value on. A deviation is at least
       1 % of the mean. Spikes get into the mean, so that a loss that stays higher is no spike for long. Ties with the limit are none.
     - *A plateau* is `plateau_steps` steps in which the mean of a full window has not become smaller than its best by more than `plateau_delta` of that. It is
@@ -142,6 +143,12 @@ class LossMonitorCallback(AloneCallback):
         """Go on from the checkpoint."""
         self._take_up(state)
         self._stay_stopped(state, control)
+        filtered = getattr(args, "logging_nan_inf_filter", False) and {*self.actions["nonfinite"]} & {"save", "stop"}
+        if filtered and state.is_world_process_zero:
+            _log.warning(
+                "the trainer leaves NaN and infinite losses out of what it logs, and %s will see none: set logging_nan_inf_filter=False",
+                _OWNER,
+            )
 
     def on_pre_optimizer_step(
         self,

@@ -226,13 +226,11 @@ class LRSchedulerCallback(AloneCallback):
         """Whether somebody has changed the rates since they were set here; not if it was a scheduler that leaves them at their base."""
         if self._conflict_said or not self.last_lr:
             return
+        if any(hasattr(group["lr"], "fill_") for group in optimizer.param_groups):
+            return  # a tensor, which may be on a device: reading it would wait for that
         found = [float(group["lr"]) for group in optimizer.param_groups]
         expected = zip(found, self.last_lr, self._base, strict=True)
-        # Not equality: a rate may be a float32 tensor.
-        if all(
-            math.isclose(rate, mine, rel_tol=1e-6) or math.isclose(rate, base, rel_tol=1e-6)
-            for rate, mine, base in expected
-        ):
+        if all(rate in (mine, base) for rate, mine, base in expected):
             return
         self._conflict_said = True
         if state.is_world_process_zero:

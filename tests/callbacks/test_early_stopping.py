@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,29 @@ def test_the_best_weights_come_back_at_the_end_but_not_after_a_failure(broken: b
         assert trainer.train().stopped == "EarlyStoppingCallback"
         # Each step takes 1 off; the best was step 2 of 4.
         assert final.weight == model.weight.item() == pytest.approx(began - 2)
+
+
+def test_sharded_weights_come_back(tmp_path: Path) -> None:
+    """FSDP2, one rank."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 1)
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        callback, control = EarlyStoppingCallback(patience=1, restore_best=True), TrainerControl()
+        weight: Any = model.weight
+        best = weight.full_tensor().clone()
+        for step, loss in enumerate([1.0, 2.0], 1):
+            callback.on_evaluate(None, TrainerState(global_step=step), control, {"eval_loss": loss}, model)
+            with torch.no_grad():
+                weight.add_(1)
+        callback.on_train_end(None, TrainerState(global_step=2), control, model)
+        assert control.should_training_stop
+        assert torch.equal(weight.full_tensor(), best)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_from_before_a_resume_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -278,6 +278,16 @@ def test_lines_get_fewer(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog) == []
 
 
+@pytest.mark.parametrize(("actions", "lines"), [("stop", 1), ("warn", 0)])
+def test_a_host_that_hides_what_is_to_be_acted_on_is_named(
+    actions: Any, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = SimpleNamespace(logging_nan_inf_filter=True)
+    LossMonitorCallback(on_nonfinite=actions).on_train_begin(args, TrainerState(), TrainerControl())
+    assert len(said(caplog)) == lines
+    assert all("set logging_nan_inf_filter=False" in line for line in said(caplog))
+
+
 def test_no_loss_at_all_is_said(caplog: pytest.LogCaptureFixture) -> None:
     callback = LossMonitorCallback()
     callback.on_step_end(None, TrainerState(global_step=1), TrainerControl())
