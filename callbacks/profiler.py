@@ -11,25 +11,17 @@ from typing import Any
 
 from ckptmgr.callbacks import checks
 from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
+from ckptmgr.callbacks.breakdown import ADVICE, Breakdown
+from ckptmgr.callbacks.device_marks import device_of, marks_on, peak_bytes
 from ckptmgr.callbacks.log_sinks import Guarded, JsonlSink, labels
 from ckptmgr.callbacks.memory import resident_bytes
-from ckptmgr.callbacks.spans import Breakdown, Spans
+from ckptmgr.callbacks.spans import Spans
 from ckptmgr.callbacks.traces import Trace
 from ckptmgr.training import ranks
 
 _log = logging.getLogger(__name__)
 
 _KEPT_WINDOWS = 1000
-_ADVICE = {
-    "data": "more workers in the DataLoader, or less work per sample",
-    "forward": "mixed precision, torch.compile, or larger batches",
-    "backward": "mixed precision, torch.compile, or larger batches; recomputed activations are part of it",
-    "compute": "mixed precision, torch.compile, or larger batches",
-    "optimizer": "fused=True or foreach=True, or fewer and larger steps",
-    "callbacks": "run the slow one less often, or with run_async",
-    "evaluation": "evaluate less often, or on fewer samples",
-    "save": "save less often",
-}
 
 
 class PerformanceProfilerCallback(Callback):
@@ -117,8 +109,8 @@ class PerformanceProfilerCallback(Callback):
         self._is_warm = self._has_sampled = False
         self.total = None
         self._can_hook = hasattr(model, "register_forward_pre_hook") and not getattr(model, "_compiled_call_impl", None)
-        self._device = _cuda_device(model)
-        self._spans = Spans(self._clock, None if self._device is None else _cuda_marks(self._device))
+        self._device = device_of(model)
+        self._spans = Spans(self._clock, None if self._device is None else marks_on(self._device))
         if self._path is not None and state.is_world_process_zero:
             self._sink = Guarded(JsonlSink(self._path))
             self._sink.begin(state.global_step)
@@ -284,7 +276,7 @@ class PerformanceProfilerCallback(Callback):
             tokens=tokens,
             world_size=world_size,
             host_bytes=resident_bytes(),
-            device_bytes=None if self._device is None else _peak_bytes(self._device),
+            device_bytes=None if self._device is None else peak_bytes(self._device),
         )
         self._begin_window(state.global_step, state)
         self.windows.append(found)
@@ -296,7 +288,7 @@ class PerformanceProfilerCallback(Callback):
                 self._sink.write({**labels("profile", state.global_step), **found.as_json()})
 
     def _told(self, found: Breakdown) -> str:
-        advice = _ADVICE.get(found.bottleneck, "")
+        advice = ADVICE.get(found.bottleneck, "")
         if found.bottleneck == "callbacks" and self._dispatcher is not None:
             took = {name: sum(each.total_s for each in of.values()) for name, of in self._dispatcher.timings.items()}
             advice = f"{max(took, key=took.__getitem__, default='')} takes most; {advice}"
@@ -315,26 +307,3 @@ def _size_of(batch: Any) -> tuple[int, int]:
     shapes = [value.shape for value in values if getattr(value, "ndim", 0)]
     count = getattr(batch.get("input_ids") if isinstance(batch, Mapping) else None, "numel", None)
     return (int(shapes[0][0]) if shapes else 0, int(count()) if callable(count) else 0)
-
-
-def _cuda_device(model: Any) -> Any:
-    """The device of the model, if it has a clock of its own that this can read."""
-    first = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
-    return first.device if first is not None and first.device.type == "cuda" else None
-
-
-def _cuda_marks(device: Any) -> Callable[[], Any]:
-    import torch
-
-    def mark() -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return mark
-
-
-def _peak_bytes(device: Any) -> int:
-    import torch
-
-    return int(torch.cuda.max_memory_allocated(device))

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from ckptmgr.callbacks.base import Callback, TrainerControl, TrainerState
+from ckptmgr.callbacks.breakdown import Breakdown
 from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.callbacks.profiler import PerformanceProfilerCallback
-from ckptmgr.callbacks.spans import Breakdown, Spans
+from ckptmgr.callbacks.spans import Spans
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.trainer import Trainer, TrainingArguments
 
