@@ -221,7 +221,8 @@ class PerformanceProfilerCallback(Callback):
         self._saves = False
 
     def _go_on(self, control: TrainerControl) -> None:
-        self._spans.sample(False)
+        if _next(control) != "data":
+            self._spans.sample(False)
         self._enter(_next(control))
 
     def _callbacks_s(self) -> float:

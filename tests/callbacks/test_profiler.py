@@ -402,6 +402,32 @@ def test_on_a_device_its_own_clock_says_what_takes_the_time() -> None:
     assert spans.take() == {}
 
 
+@pytest.mark.parametrize("logging_steps", [None, 1])
+def test_in_a_training_on_a_device_its_sampled_steps_stand_for_all(
+    logging_steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host only waits, in the optimizer; the device says for what. It works in forward and backward, and waits for data."""
+    queue = Queue()
+    monkeypatch.setattr("ckptmgr.callbacks.profiler.device_of", lambda model: "device")
+    monkeypatch.setattr("ckptmgr.callbacks.profiler.marks_on", lambda device: queue.mark)
+    monkeypatch.setattr("ckptmgr.callbacks.profiler.peak_bytes", lambda device: 77)
+    on_device = {"data": 0.1, "forward": 0.3, "backward": 0.6}
+
+    class Behind(Slow):
+        def spend(self, part: str) -> None:
+            super().spend(part)
+            queue.now += on_device.get(part, 0.0)
+
+    slow = Behind(data=0.1, optimizer=0.9)
+    profiler = profiler_of(slow, sample_interval=4)
+    train(slow, profiler, logging_steps=logging_steps, eval_steps=5)
+    total = profiler.total
+    assert total is not None
+    assert {name: each / 19 for name, each in total.seconds.items()} == pytest.approx(on_device)
+    assert total.bottleneck == "backward"
+    assert total.device_bytes == 77
+
+
 def test_marks_that_the_device_has_not_come_to_are_not_waited_for() -> None:
     clock, queue = Clock(), Queue()
     spans = Spans(clock, queue.mark)
