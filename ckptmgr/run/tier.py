@@ -217,7 +217,7 @@ class LocalTier:
         """Keep what a restore did, for `ckptmgr status`. Information only: a disk that cannot be written costs the note, nothing else."""
         stamped = {"format": FORMAT, "version": VERSION, "restored_at": utc_stamp(), **document}
         try:
-            write_atomic(self.root / layout.RESTORED_FILE, canonical_json(stamped))
+            write_atomic(self.root / layout.RESTORED_FILE, canonical_json(stamped), durable=False)
         except BackendError as exc:
             logger.warning("what was restored cannot be noted in %s: %s", self.root, exc)
 
