@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,28 +17,25 @@ from ckptmgr.core.errors import (
     ConfigError,
     ConflictError,
     ManifestError,
-    ObjectExistsError,
     ObjectNotFoundError,
 )
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
-from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest
+from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.records import (
     AttemptRecord,
     RunRecord,
     TagRecord,
     decode_run,
-    encode_run,
     encode_tag,
 )
+from ckptmgr.run.creation import create, created_unseen
 from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
-from ckptmgr.run.identity import new_nonce, new_uuid, utc_stamp
-from ckptmgr.run.loose import LooseData, Names, foreign_in, loose_in, names_below, names_in
+from ckptmgr.run.identity import new_uuid, utc_stamp
+from ckptmgr.run.loose import LooseData, Names, loose_in, names_in
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _READERS = 16
-_LOOKED_AT = 20
 # See `RunDirectory.is_new`: their uuids.
 _made_unseen: set[str] = set()
 _KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
@@ -109,15 +105,14 @@ class RunDirectory:
             pass
         except AccessDeniedError:
             run = cls._at(url, fs, root)
-            if not run._is_made_unseen(uuid or new_uuid(), kind):
+            record = created_unseen(run, uuid or new_uuid(), kind)
+            if record is None:
                 raise
+            run.record = record
+            _made_unseen.add(record.uuid)
             return run
         run = cls._at(url, fs, root)
-        uuid = run._uuid_for_creation(uuid)
-        record = RunRecord(uuid=uuid, kind=kind, create_only=run._probe_create_only(), created_at=utc_stamp())
-        # Refused: another process created it just now, or our own unanswered try did. What is there decides.
-        with contextlib.suppress(ObjectExistsError):
-            run.fs.pipe_file(run.path(layout.RUN_FILE), encode_run(record), mode="create")
+        create(run, uuid, kind)
         return cls.open(url, fs=run.fs, root=run.root)._of_kind(kind)
 
     @classmethod
@@ -146,32 +141,6 @@ class RunDirectory:
             )
         return self
 
-    def _is_made_unseen(self, uuid: str, kind: str) -> bool:
-        """Make the run although nothing in it can be listed; whether it is made, and new.
-
-        To who may not list, a store does not say that a key is absent. That run.json is created where the store decides create-only writes says it, and
-        every commit comes after a run.json.
-        """
-        try:
-            if self.fs.capabilities.is_local or not self._probe_create_only():
-                return False
-            self._refuse_place()
-            record = RunRecord(uuid=uuid, kind=kind, create_only=True, created_at=utc_stamp())
-            # Refused: by an own try that was not answered, or for there is a run that may not be read. What is there decides.
-            with contextlib.suppress(ObjectExistsError):
-                self.fs.pipe_file(self.path(layout.RUN_FILE), encode_run(record), mode="create")
-            if self.read(layout.RUN_FILE) != encode_run(record):
-                return False
-        except AccessDeniedError:
-            return False
-        logger.warning(
-            "no permission to list %s: this first start goes on, later ones cannot find its checkpoints without",
-            self.url,
-        )
-        self.record = record
-        _made_unseen.add(uuid)
-        return True
-
     def refuse_file(self) -> None:
         """Raise ConfigError if the run's path is a file, which no run can be."""
         try:
@@ -184,77 +153,6 @@ class RunDirectory:
                 hint="give the URL of a run directory",
                 url=self.url,
             )
-
-    def _uuid_for_creation(self, uuid: str | None) -> str:
-        """The identity that a run created here gets: `uuid`, or that of manifests whose run.json was lost, or a new one.
-
-        Raises:
-            ConflictError: a run here would hide other runs, or adopt another one's manifests.
-        """
-        found = {self._run_uuid_in(stem) for stem in self.stems()}
-        if found - {uuid}:
-            if len(found) > 1 or uuid is not None or None in found:
-                raise ConflictError(
-                    f"{self.url} holds manifests of another run, but no {layout.RUN_FILE}",
-                    hint="bring that file back, or use another run name; nothing was changed",
-                )
-            uuid = found.pop()
-            logger.warning(
-                "%s has lost its %s; it is made again, as its manifests say: run %s", self.url, layout.RUN_FILE, uuid
-            )
-        below = next(
-            (name for name in names_below(self, "")[:_LOOKED_AT] if self.read(f"{name}/{layout.RUN_FILE}") is not None),
-            None,
-        )
-        if below is not None:
-            raise ConflictError(
-                f"{self.url} is a store of runs ({below}, …), not a run",
-                hint=f"name a run in it, such as {self.url}/NEW; nothing was changed",
-            )
-        if uuid is None:  # else it has been somewhere already, or is the local tier of such a one
-            self._refuse_place()
-        return uuid or new_uuid()
-
-    def _refuse_place(self) -> None:
-        """Raise ConflictError if a run here would lie within another one, which shows it as foreign data, or take a whole bucket that others use."""
-        parts = self.root.rstrip("/").split("/")
-        above = ["/".join(parts[:count]) for count in range(1, len(parts)) if parts[count - 1]]
-        outer = next(
-            (place for place, is_run in zip(above, self.map(self._is_run, above), strict=True) if is_run), None
-        )
-        if outer is not None:
-            levels = len(parts) - len(outer.split("/"))
-            name = self.url.rsplit("/", levels)[0]
-            raise ConflictError(
-                f"{self.url} lies within the run {name}",
-                hint=f"name that run, or another place such as {name.rsplit('/', 1)[0]}/NEW; nothing was changed",
-                url=self.url,
-            )
-        if len(parts) == 1 and not self.fs.capabilities.is_local:
-            others = foreign_in(names_below(self, ""))
-            if others:
-                raise ConflictError(
-                    f"{self.url} is a bucket that holds other things ({others[0]}, …), not a run",
-                    hint=f"name a run in it, such as {self.url.rstrip('/')}/NEW; nothing was changed",
-                    url=self.url,
-                )
-
-    def _is_run(self, place: str) -> bool:
-        """Whether a run lies at `place`. Above our own prefix we may have no permission to look, and may meet another program's run.json."""
-        try:
-            decode_run(self.fs.cat_file(f"{place}/{layout.RUN_FILE}"), where=place)
-        except (ObjectNotFoundError, AccessDeniedError, ManifestError):
-            return False
-        return True
-
-    def _run_uuid_in(self, stem: Stem) -> str | None:
-        """The run that the manifest of `stem` names; None if it cannot be read."""
-        data = self.read(layout.manifest_key(stem))
-        try:
-            record = None if data is None else decode_manifest(data, where=layout.manifest_key(stem))
-        except ManifestError:
-            return None
-        return record.run_uuid if isinstance(record, Manifest) else None
 
     def refuse_replaced(self) -> None:
         """Raise ConflictError unless this very run is (still) here: a commit beside no run.json could never be found again.
@@ -269,31 +167,6 @@ class RunDirectory:
                 hint="check the disk or the bucket; what is saved stays in the local tier",
                 key=layout.RUN_FILE,
             )
-
-    def _probe_create_only(self) -> bool:
-        """Whether this store really refuses a second create-only write; some accept the header and ignore it.
-
-        Source: design notes, S3-compatible stores (GCS interop, StorageGRID, versioned OSS buckets).
-        """
-        if not self.fs.capabilities.create_only:
-            return False
-        if self.fs.capabilities.is_local:
-            return True
-        key = self.path(f"{layout.ATTEMPTS}/{layout.PROBE_PREFIX}{new_nonce()}")
-        # Refused: a retry met our own first try. The second write decides.
-        with contextlib.suppress(ObjectExistsError):
-            self.fs.pipe_file(key, b"first", mode="create")
-        try:
-            self.fs.pipe_file(key, b"second", mode="create")
-        except ObjectExistsError:
-            refused = True
-        else:
-            refused = False
-            logger.warning(
-                "%s ignores create-only writes: commits stay safe, clean-up waits longer (see docs)", self.url
-            )
-        self.fs.rm_file(key)
-        return refused
 
     # --- small pieces -----------------------------------------------------------------------------------------------------
 
