@@ -76,14 +76,12 @@ class Detector:
 
     def look_at_loss(self, step: int, loss: float) -> Iterator[Anomaly]:
         """What is unusual about the loss of `step`; it is taken in."""
-        mean, deviation = self.losses.mean, self.losses.deviation
+        mean = self.losses.mean
         if not math.isfinite(loss):
             yield Anomaly(kind="nonfinite", step=step, value=loss, usual=mean)
             return
-        if mean is not None and deviation is not None and len(self.losses) >= _ENOUGH:
-            usual = max(deviation, _LEAST_DEVIATION * abs(mean))
-            if loss - mean > self._limits.spike_factor * usual:
-                yield Anomaly(kind="spike", step=step, value=loss, usual=mean)
+        if mean is not None and len(self.losses) >= _ENOUGH and self._is_spike(loss - mean, mean):
+            yield Anomaly(kind="spike", step=step, value=loss, usual=mean)
         self.losses.add(loss)
         if self._limits.plateau_steps is not None and self.losses.is_full:
             yield from self._look_for_plateau(step, self._limits.plateau_steps)
@@ -96,6 +94,11 @@ class Detector:
             yield Anomaly(kind="explosion", step=step, value=norm, usual=usual)
         elif norm < self._limits.vanishing_norm:
             yield Anomaly(kind="vanishing", step=step, value=norm, usual=usual)
+
+    def _is_spike(self, above: float, mean: float) -> bool:
+        factor = self._limits.spike_factor
+        # In this order: the deviation needs the whole window.
+        return above > factor * _LEAST_DEVIATION * abs(mean) and above > factor * (self.losses.deviation or 0.0)
 
     def _look_for_plateau(self, step: int, most_steps: int) -> Iterator[Anomaly]:
         mean, best = self.losses.mean or 0.0, self._best

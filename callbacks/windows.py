@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from operator import mul
 
 
 class FiniteWindow:
@@ -57,7 +58,8 @@ class FiniteWindow:
         mean = self.mean
         if mean is None:
             return None
-        return math.sqrt(math.fsum((value - mean) ** 2 for value in self._values) / len(self._values))
+        distances = [value - mean for value in self._values]
+        return math.sqrt(math.fsum(map(mul, distances, distances)) / len(distances))
 
     @property
     def median(self) -> float | None:

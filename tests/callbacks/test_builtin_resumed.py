@@ -69,7 +69,7 @@ def train(folder: Path, crash_after: int | None = None) -> tuple[Watch, dict[str
         GradientClipCallback(0.5, log_interval=7),
         MemoryCallback(),
     ]
-    data = torch.randn(2 * STEPS, 3, generator=torch.Generator().manual_seed(1))
+    data: Any = torch.randn(2 * STEPS, 3, generator=torch.Generator().manual_seed(1))
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).square().mean()
