@@ -57,7 +57,7 @@ class _Clock:
         self._is_corrected = False
 
     def is_corrected_by(self, error: botocore.exceptions.ClientError) -> bool:
-        """Whether `error` is about the clock, and a further try will be signed with the store's."""
+        """Whether `error` is about the time of the request, and a further try will be signed with the store's: our clock was wrong, or the request held up."""
         if code_of(error) != "RequestTimeTooSkewed":
             return False
         headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
@@ -66,7 +66,7 @@ class _Clock:
         except (KeyError, TypeError, ValueError):
             return False
         if abs(offset_s - self.offset_s) < _SKEW_S:
-            return False
+            return True  # ours is right: it was on its way for too long
         self.offset_s = offset_s
         if not self._is_corrected:
             self._is_corrected = True
