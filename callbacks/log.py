@@ -71,10 +71,10 @@ class LogCallback(GuardedCallback):
         self.log_interval = log_interval
         self.histogram_interval = histogram_interval
         self.all_ranks = all_ranks
-        # All of them on all ranks: what is wrong or missing has to be so everywhere.
-        main = [sink_of(owner, spec, Path(directory)) for spec in specs]
-        here = main if ranks.is_main_process() else _own_files(owner, specs, Path(directory)) if all_ranks else []
-        self._sinks = [Guarded(sink) for sink in here]
+        self._owner, self._specs, self._directory = owner, specs, Path(directory)
+        # On all ranks, so that what is wrong or missing is so everywhere. Which rank this is may be known only later.
+        self._main = [sink_of(owner, spec, self._directory) for spec in specs]
+        self._sinks: list[Guarded] = []
         self._is_open = False
         self._can_look = True
         self._logged: tuple[int, frozenset[str]] = (-1, frozenset())
@@ -82,7 +82,7 @@ class LogCallback(GuardedCallback):
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """Those that this rank writes to."""
+        """Those that this rank writes to; none before training begins."""
         return tuple(each.sink for each in self._sinks)
 
     @property
@@ -171,16 +171,21 @@ class LogCallback(GuardedCallback):
     # --- writing ----------------------------------------------------------------------------------------------------------
 
     def _open(self, state: TrainerState) -> None:
-        if not self._is_open:
-            self._is_open = True
-            for sink in self._sinks:
-                sink.begin(state.global_step)
+        if self._is_open:
+            return
+        self._is_open = True
+        own = _own_files(self._owner, self._specs, self._directory) if self.all_ranks else []
+        known = {id(each.sink): each for each in self._sinks}
+        here = self._main if state.is_world_process_zero else own
+        self._sinks = [known.get(id(sink)) or Guarded(sink) for sink in here]
+        for sink in self._sinks:
+            sink.begin(state.global_step)
 
     def _write(self, kind: str, state: TrainerState, values: Mapping[str, Any]) -> None:
+        # Also for an evaluation before the training, in a host that allows it.
+        self._open(state)
         if not values or not self._sinks:
             return
-        # An evaluation before the training, in a host that allows it.
-        self._open(state)
         record = {**labels(kind, state.global_step), "epoch": state.epoch, **values}
         for sink in self._sinks:
             sink.write(record)

@@ -123,6 +123,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
 def test_a_histogram_counts_powers_of_ten_and_leaves_out_what_is_none() -> None:
     sink = Kept()
     callback = LogCallback(sinks=[sink], log_interval=None, histogram_interval=1)
+    callback.on_train_begin(None, TrainerState(), TrainerControl())
     model = torch.nn.Linear(7, 1, bias=False)
     model.weight.grad = torch.tensor([[0.0, 1e-3, -1e-3, 100.0, math.nan, math.inf, 1e-20]])
     state, control = TrainerState(), TrainerControl()
@@ -218,7 +219,8 @@ def test_other_ranks_write_nothing_or_files_of_their_own(tmp_path: Path, monkeyp
     quiet = LogCallback(tmp_path / "a")
     own = LogCallback(tmp_path / "b", sinks=["jsonl", {"jsonl": {"path": str(tmp_path / "c.jsonl")}}], all_ranks=True)
     for callback in (quiet, own):
-        callback.on_log(None, TrainerState(global_step=1), TrainerControl(), logs={"loss": 1.0})
+        state = TrainerState(global_step=1, is_world_process_zero=False)
+        callback.on_log(None, state, TrainerControl(), logs={"loss": 1.0})
     assert quiet.sinks == ()
     assert not (tmp_path / "a").exists()
     assert [record["rank"] for record in records(tmp_path / "b" / "log-rank3.jsonl")] == [3]
