@@ -15,7 +15,8 @@ from ckptmgr.core.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _OWNER = "GradientClipCallback"
-_MAX_NORM = "max_grad_norm"
+# Of Hugging Face's and our TrainingArguments, and of Lightning's Trainer: what they clip to, themselves.
+_LIMITS_OF_HOSTS = ("max_grad_norm", "gradient_clip_val")
 
 
 class GradientClipCallback(Callback):
@@ -25,8 +26,8 @@ class GradientClipCallback(Callback):
 
     - *Once per optimizer step*: over the complete gradient of all micro-batches, after it is unscaled; what a scaler has scaled and nobody has unscaled yet
       is unscaled here.
-    - *Never twice*: a host that clips by itself (`max_grad_norm` of Hugging Face's and of our TrainingArguments) is left to do it, and this callback does
-      nothing, which it says once. With `replace_host`, it sets `max_grad_norm` of the host to "off" for the training, and clips.
+    - *Never twice*: a host that clips by itself (`max_grad_norm` of Hugging Face's and of our TrainingArguments, `gradient_clip_val` of Lightning's
+      Trainer) is left to do it, and this callback does nothing, which it says once. With `replace_host`, it turns that off for the training, and clips.
     - *A norm that is not finite* is reported with its step, and nothing is clipped: scaled by it, the whole gradient would be NaN. What becomes of the step is
       the scaler's or the optimizer's matter.
     - *Several ranks* have the same gradient after it was reduced; where it is sharded, its norm is a collective at each step, on all ranks.
@@ -75,7 +76,7 @@ class GradientClipCallback(Callback):
         self.last_norm: float | None = None
         self._scaler = scaler
         self._norms = Pending()
-        self._host_limit: Any = None
+        self._host_limits: dict[str, Any] = {}
         self._leaves_it = False
         self._none_said = False
 
@@ -83,22 +84,23 @@ class GradientClipCallback(Callback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Look whether the host clips."""
-        limit = getattr(args, _MAX_NORM, None)
-        self._host_limit, self._leaves_it = None, False
-        if not limit:
-            return
-        if self.replace_host:
-            # Hugging Face's "off" is 0, ours is None.
-            self._host_limit = limit
-            setattr(args, _MAX_NORM, 0.0 if getattr(args, "output_dir", None) else None)
-            return
-        self._leaves_it = True
-        if state.is_world_process_zero:
-            _log.warning(
-                "the trainer clips gradients itself, to max_grad_norm=%g: %s does nothing - give it replace_host=True, or turn that off",
-                limit,
-                _OWNER,
-            )
+        self._host_limits, self._leaves_it = {}, False
+        limits = {name: limit for name in _LIMITS_OF_HOSTS if (limit := getattr(args, name, None))}
+        if limits and self.replace_host:
+            self._host_limits = limits
+            for name in limits:
+                # Hugging Face's "off" is 0, that of others None.
+                setattr(args, name, 0.0 if getattr(args, "output_dir", None) else None)
+        elif limits:
+            self._leaves_it = True
+            if state.is_world_process_zero:
+                name, limit = next(iter(limits.items()))
+                _log.warning(
+                    "the trainer clips gradients itself, to %s=%g: %s does nothing - give it replace_host=True, or turn that off",
+                    name,
+                    limit,
+                    _OWNER,
+                )
 
     def on_pre_optimizer_step(
         self,
@@ -133,9 +135,9 @@ class GradientClipCallback(Callback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Look at what is left; the host has its own limit again."""
         self._look(state)
-        if self._host_limit is not None:
-            setattr(args, _MAX_NORM, self._host_limit)
-            self._host_limit = None
+        for name, limit in self._host_limits.items():
+            setattr(args, name, limit)
+        self._host_limits = {}
 
     # --- state ------------------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class LRSchedulerCallback(AloneCallback):
             ConfigError: how long is needed and not known, or there is no optimizer.
         """
         self._take_up(state)
-        self._total = self.total_steps or state.max_steps or None
+        self._total = self.total_steps or state.max_steps or _estimated(args)
         needs_end = self.schedule in ("cosine", "linear") or bool(self.warmup_ratio)
         if needs_end and (self._total is None or self._total < 1):
             raise ConfigError(
@@ -243,6 +243,12 @@ class LRSchedulerCallback(AloneCallback):
                 _OWNER,
                 "something else" if lr_scheduler is None else type(_inner(lr_scheduler)).__name__,
             )
+
+
+def _estimated(trainer: Any) -> int | None:
+    """The last step of a training by epochs, as Lightning's Trainer counts it; None if it does not know, or in another host."""
+    steps = getattr(trainer, "estimated_stepping_batches", None)
+    return int(steps) if steps is not None and math.isfinite(steps) else None
 
 
 def _inner(lr_scheduler: Any) -> Any:

@@ -107,16 +107,21 @@ def test_the_hosts_clipping_can_be_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "off"),
-    [(TrainingArguments(max_grad_norm=0.5), None), (SimpleNamespace(max_grad_norm=0.5, output_dir="out"), 0.0)],
+    ("args", "name", "off"),
+    [
+        (TrainingArguments(max_grad_norm=0.5), "max_grad_norm", None),
+        (SimpleNamespace(max_grad_norm=0.5, output_dir="out"), "max_grad_norm", 0.0),
+        (SimpleNamespace(gradient_clip_val=0.5), "gradient_clip_val", None),
+    ],
+    ids=["ours", "huggingface", "lightning"],
 )
-def test_the_host_has_its_limit_again_at_the_end(args: Any, off: float | None) -> None:
+def test_the_host_has_its_limit_again_at_the_end(args: Any, name: str, off: float | None) -> None:
     callback, control = GradientClipCallback(1.0, replace_host=True), TrainerControl()
     for _ in range(2):
         callback.on_train_begin(args, TrainerState(), control)
-        assert args.max_grad_norm == off
+        assert getattr(args, name) == off
         callback.on_train_end(args, TrainerState(), control)
-        assert args.max_grad_norm == 0.5
+        assert getattr(args, name) == 0.5
 
 
 @pytest.mark.parametrize("call", ["position", "manager"])

@@ -258,3 +258,34 @@ def test_a_ready_manager_of_callbacks_may_be_given(fit: Fit) -> None:
 
     manager = CallbackManager([Records()])
     assert LightningCallbacks(manager).callbacks is manager
+
+
+def test_built_in_callbacks(fit: Fit) -> None:
+    """Each as it is: what they set and see is that of optimizer steps; the Trainer's own clipping is replaced."""
+    from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
+    from ckptmgr.callbacks.gradient_clip import GradientClipCallback
+    from ckptmgr.callbacks.loss_monitor import LossMonitorCallback
+    from ckptmgr.callbacks.lr_schedule import LRSchedulerCallback
+    from ckptmgr.callbacks.memory import MemoryCallback
+
+    norms, rates = [], []
+
+    class Watch(Callback):
+        def on_optimizer_step(self, model: Any, optimizer: Any, **kwargs: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        def on_pre_optimizer_step(self, model: Any, **kwargs: Any) -> None:
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+
+    clip, monitor = GradientClipCallback(0.01, replace_host=True), LossMonitorCallback(1)
+    stop = EarlyStoppingCallback("val_loss", 1, threshold=1e9)
+    trainer = fit(
+        LRSchedulerCallback("linear"), clip, Watch(), monitor, stop, MemoryCallback(1), gradient_clip_val=0.001
+    )
+    # Stopped by the first evaluation, after 2 of 4 steps.
+    assert trainer.global_step == stop.stopped_step == 2
+    assert rates == pytest.approx([0.1, 0.075])
+    assert norms == pytest.approx([0.01] * 2, rel=1e-3)
+    assert (clip.steps, clip.clipped, trainer.gradient_clip_val) == (2, 2, 0.001)
+    assert monitor.mean is not None
+    assert monitor.anomalies == type(monitor.anomalies)()
