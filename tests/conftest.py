@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -330,32 +331,58 @@ os._exit(0)  # gloo's threads may abort an interpreter that takes its time to en
 
 
 @pytest.fixture(scope="session")
-def in_two_ranks(_no_real_cloud: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+def _ranks() -> Iterator[subprocess.Popen[str]]:
+    """`ranks.py`, which forks them."""
+    script = str(Path(__file__).with_name("ranks.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdin is not None
+    yield process
+    process.stdin.close()
+    assert process.wait(60) == 0
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def in_two_ranks(
+    _no_real_cloud: None, _ranks: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Any]]:
     """Runs a program as two ranks, processes of their own, and returns what each has in `found` in the end, as JSON.
 
     The program has `rank`, calls `join()` to set torch.distributed up, and finds what it is given in `sys.argv[1:]`.
     """
 
-    def run(program: str, *arguments: object, timeout_s: float = 110) -> list[Any]:
-        file = tmp_path_factory.mktemp("ranks") / "file"
-        words = [sys.executable, "-c", _RANK + program + _END_OF_RANK]
-        processes = [
-            subprocess.Popen(
-                [*words, str(rank), str(file), *map(str, arguments)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            )
+    def run(program: str, *arguments: object) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        ranks: list[dict[str, Any]] = [
+            {
+                "arguments": [str(rank), str(folder / "file"), *map(str, arguments)],
+                "out": str(folder / f"out-{rank}"),
+                "err": str(folder / f"err-{rank}"),
+            }
             for rank in range(2)
         ]
+        job = {
+            "program": _RANK + program + _END_OF_RANK,
+            "cwd": str(Path(__file__).parent),
+            "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            "ranks": ranks,
+        }
+        assert _ranks.stdin is not None
+        assert _ranks.stdout is not None
+        print(json.dumps(job), file=_ranks.stdin, flush=True)
+        pids = json.loads(_ranks.stdout.readline())["pids"]
         try:
-            said = [process.communicate(timeout=timeout_s) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0, 0], said
+            codes = json.loads(_ranks.stdout.readline())["codes"]
+        except BaseException:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        said = [(Path(rank["out"]).read_text(), Path(rank["err"]).read_text()) for rank in ranks]
+        assert codes == [0, 0], said
         return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
     return run

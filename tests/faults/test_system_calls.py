@@ -145,7 +145,11 @@ def killed_at_each_call(tracer: Tracer, scene: Scene, job: dict[str, Any]) -> It
 # --- SIGKILL ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scene", [0, 1], indirect=True, ids=["first", "second"])
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(1, id="second")],
+    indirect=True,
+)
 def test_a_save_killed_at_every_system_call_is_there_whole_or_not_at_all(tracer: Tracer, scene: Scene) -> None:
     """Also the earlier save is untouched, what was acknowledged is there, and the next start leaves nothing of the rest."""
     outcomes = []
@@ -246,9 +250,10 @@ def hit_by(tracer: Tracer, scene: Scene, job: dict[str, Any], error: str, *, las
 ERRORS = pytest.mark.parametrize(
     ("error", "lasting"),
     [
-        pytest.param(error, lasting, id=f"{error}-{'for-good' if lasting else 'once'}")
-        for error in ("ENOSPC", "EIO")
-        for lasting in (False, True)
+        pytest.param("ENOSPC", True, id="ENOSPC-for-good"),
+        pytest.param("EIO", False, id="EIO-once"),
+        pytest.param("ENOSPC", False, id="ENOSPC-once", marks=pytest.mark.slow),
+        pytest.param("EIO", True, id="EIO-for-good", marks=pytest.mark.slow),
     ],
 )
 

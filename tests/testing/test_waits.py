@@ -18,7 +18,7 @@ Times = list[float]
 def clock(monkeypatch: pytest.MonkeyPatch) -> Times:
     """What the clock says, and for how long the machine has kept something waiting."""
     times = [100.0, 7.0]
-    monkeypatch.setattr(waits.time, "monotonic", lambda: times[0])
+    monkeypatch.setattr("ckptmgr.testing.waits.time.monotonic", lambda: times[0])
     monkeypatch.setattr(waits, "_stalled_s", lambda: times[1])
     return times
 
