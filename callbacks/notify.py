@@ -115,6 +115,7 @@ class NotifyCallback(Callback):
         self._step = 0
         self._failed = False
         self._control: Any = None
+        self._pid = 0
         # Of the thread alone: what was durable, since when nothing more is, and whether that was said.
         self._durable: Any = None
         self._waits_since: float | None = None
@@ -143,6 +144,7 @@ class NotifyCallback(Callback):
         self._began_s = self._checked_s = self._clock()
         self._failed = False
         self._control = control
+        self._pid = os.getpid()
         self._step = state.global_step
         self._webhook.begin()
         atexit.register(self._process_ends)
@@ -204,8 +206,8 @@ class NotifyCallback(Callback):
 
     def _process_ends(self) -> None:
         """The process ends, and nobody has said that the training did."""
-        if self._began_s is None:
-            return
+        if self._began_s is None or os.getpid() != self._pid:
+            return  # the end of a forked child is none of the training
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None and getattr(self._control, "should_training_stop", False):
             # Another callback ended the process in on_train_end, as after a preemption, in a host that then calls no more.
