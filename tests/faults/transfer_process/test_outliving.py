@@ -101,7 +101,7 @@ def test_linger_0_leaves_with_the_trainer(scene: Scene) -> None:
     assert held.reached.wait(DEADLINE_S)
     pid = scene.host()
     trainer.kill()
-    assert scene.ends(pid, 10)
+    assert scene.ends(pid)
     held.release()
     assert scene.manifests() == []
     assert drain(scene.tier, scene.run).committed == (stem,)
@@ -131,9 +131,11 @@ def test_it_leaves_when_everything_left_is_refused_for_good(scene: Scene) -> Non
     trainer("notify")
     assert refused.reached.wait(DEADLINE_S)
     pid = scene.host()
+    tried = refused.hits  # more than once on a machine that takes its time until here
     trainer.kill()
-    assert scene.ends(pid, 20)
-    assert refused.hits <= 3
+    assert scene.ends(pid)
+    # Each of the two files in what was under way, and once more at the end.
+    assert refused.hits <= tried + 2 * 2
     assert scene.state_of(stem) == "failed"
 
 
@@ -155,7 +157,7 @@ def test_signals_are_the_trainers_business_while_it_lives(scene: Scene, number: 
     assert scene.host() == pid
     trainer.kill()
     os.kill(pid, number)
-    assert scene.ends(pid, 10)
+    assert scene.ends(pid)
     second.release()
     assert (scene.state_of(newer), scene.state_of(older)) == ("uploaded", "uploading")
     assert drain(scene.tier, scene.run).committed == (older,)
@@ -175,7 +177,7 @@ def test_it_notices_the_end_although_others_hold_the_line(scene: Scene) -> None:
         trainer.process.kill()
         trainer.process.wait()
         held.release()
-        assert scene.ends(pid, 30)
+        assert scene.ends(pid)
         assert scene.is_running(worker)
         assert scene.is_running(holder["pid"])
         assert scene.manifests() == [str(stem)]
@@ -195,6 +197,6 @@ def test_it_leaves_at_once_when_the_tier_is_gone_as_well(scene: Scene) -> None:
     pid = scene.host()
     trainer.kill()
     shutil.rmtree(scene.tier.root)
-    assert scene.ends(pid, 10)
+    assert scene.ends(pid)
     assert not scene.tier.root.exists()
     held.release()
