@@ -142,7 +142,8 @@ class OutputDirectory:
         named = [os.environ.get(RESUME_ENV), getattr(self._args, "resume_from_checkpoint", None)]
         places = [Path(os.path.abspath(place)) for place in named if isinstance(place, str) and place]
         # `trainer.train(resume_from_checkpoint=True)`, and what `ckptmgr resume RUN` makes without --to.
-        places += [self.checkpoint(step), Path(os.path.abspath(run_name)) / f"checkpoint-{step}"]
+        places += [self.checkpoint(step)]
+        places += [Path(os.path.abspath(name)) / f"checkpoint-{step}" for name in (run_name, f"{run_name}-resumed")]
         return [place for place in dict.fromkeys(places) if _step_in(place) == step]
 
     def _warnings(self, local_dir: Path) -> Iterator[str]:

@@ -12,9 +12,10 @@ from typing import Any
 from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.huggingface_data import TrainingData
 from ckptmgr.callbacks.seams import TakingManager
-from ckptmgr.core.conditions import Conditions, incomparable, refuse
+from ckptmgr.core.conditions import Conditions, incomparable
 from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.core.policies import Memory
+from ckptmgr.run.conditions import refuse_drift
 from ckptmgr.training.arguments import continues_stopped
 from ckptmgr.training.conditions import compare, log_report, with_drift
 from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
@@ -82,7 +83,7 @@ class Training:
         if manifest is None:
             return
         found = compare(manifest, manager.conditions)
-        refuse(found, manager.refused_drift, where=f"step {manifest.step} ({manifest.id})")
+        refuse_drift(found, manager.refused_drift, where=f"step {manifest.step} ({manifest.id})")
         saved = Conditions.of_document(manifest.conditions)
         for name in incomparable(saved, manager.conditions, manager.refused_drift):
             _log.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)

@@ -88,7 +88,11 @@ def resume(
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help=SELECTOR_HELP)] = "latest",
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="DIR", help="The checkpoint directory. Default: ./<run>/checkpoint-<step>."),
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="The checkpoint directory. Default: ./<run>/checkpoint-<step>, or ./<run>-resumed/… if ./<run> is RUN.",
+        ),
     ] = None,
     local_dir: Annotated[
         Path | None,
@@ -266,8 +270,11 @@ def _launch(
     command: list[str], resumed: Resumed | None, run_url: str, local_dir: Path | None, refused: frozenset[str]
 ) -> int:
     """Run COMMAND, drain the local tier, and return the exit code of both."""
+    import tempfile
+
+    from ckptmgr.core.errors import DriftError
     from ckptmgr.run.conditions import REFUSE_ENV
-    from ckptmgr.run.launch import ATTEMPT_ENV, LOCAL_DIR_ENV, RESUME_ENV, fill_in, launch
+    from ckptmgr.run.launch import ATTEMPT_ENV, LOCAL_DIR_ENV, REFUSAL_ENV, RESUME_ENV, fill_in, launch, told_refusal
 
     path = None if resumed is None else str(resumed.path)
     environment = {RESUME_ENV: path or "", ATTEMPT_ENV: "" if resumed is None else str(resumed.attempt)}
@@ -277,7 +284,13 @@ def _launch(
         environment[REFUSE_ENV] = ",".join(sorted(refused))
     words = fill_in(command, path)
     say(f"{'resuming' if path else 'starting from scratch'}: {shlex.join(words)}")
-    code = launch(words, environment)
+    with tempfile.TemporaryDirectory(prefix="ckptmgr-resume-", ignore_cleanup_errors=True) as folder:
+        refusal = Path(folder, "refusal")
+        code = launch(words, {**environment, REFUSAL_ENV: str(refusal)})
+        # 1 is what Python, and torchrun, end with after an error that nobody caught; any other code is COMMAND's own choice.
+        if code == 1 and (why := told_refusal(refusal)) is not None:
+            say(f"COMMAND refused to go on: {why}")
+            code = DriftError.exit_code
     left = drain_tier(_tier(local_dir), run_url)
     return code or left.exit_code
 

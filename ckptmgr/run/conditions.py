@@ -12,7 +12,9 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ckptmgr.core.conditions import Conditions, drift_names
+from ckptmgr.core.conditions import Conditions, Drift, drift_names, refuse
+from ckptmgr.core.errors import DriftError
+from ckptmgr.run.launch import tell_refusal
 
 # Module -> distribution of what decides about bits, or about which samples come next.
 _DECIDING = {
@@ -43,6 +45,15 @@ _DECIDING = {
 # Names of drifts, with commas or blanks between them, that a resume is to refuse.
 REFUSE_ENV = "CKPTMGR_REFUSE_DRIFT"
 _GIT_TIMEOUT_S = 5.0
+
+
+def refuse_drift(found: Iterable[Drift], names: frozenset[str], *, where: str) -> None:
+    """As `ckptmgr.core.conditions.refuse`, in a training; a `ckptmgr resume` that has started it is told, and ends with 7."""
+    try:
+        refuse(found, names, where=where)
+    except DriftError as error:
+        tell_refusal(str(error))
+        raise
 
 
 def versions_in_use() -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from ckptmgr.core.errors import ConfigError
@@ -17,6 +19,8 @@ RESUME_ENV = "CKPTMGR_RESUME_FROM"
 # The highest attempt of the run when that was chosen: once there is a higher one, COMMAND has begun from it, and a process that it starts again has not.
 ATTEMPT_ENV = "CKPTMGR_RESUME_ATTEMPT"
 LOCAL_DIR_ENV = "CKPTMGR_LOCAL_DIR"
+# A file in which COMMAND says that it refused to go on for a drift: a traceback's 1 would be taken for a failure that may pass.
+REFUSAL_ENV = "CKPTMGR_REFUSAL_FILE"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
@@ -36,6 +40,22 @@ def fill_in(command: Sequence[str], path: str | None) -> list[str]:
         elif PLACEHOLDER not in argument:
             result.append(argument)
     return result
+
+
+def tell_refusal(why: str) -> None:
+    """In COMMAND: leave word for `ckptmgr resume` that nothing is trained, because something is not as it was. Does nothing elsewhere, and never fails."""
+    path = os.environ.get(REFUSAL_ENV)
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(why, encoding="utf-8")
+
+
+def told_refusal(path: Path) -> str | None:
+    """What a COMMAND that was given `path` in REFUSAL_ENV has said; None if it refused nothing."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:

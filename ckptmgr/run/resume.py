@@ -100,7 +100,7 @@ def resume(
 
     Args:
         to: the checkpoint directory; None for `checkpoint-<step>` in `under`.
-        under: None for `./<run>`.
+        under: None for `default_place`.
         tier: a local tier to look in first.
         strict: for `latest`, fail instead of falling back.
         replace: replace whatever else `to` holds.
@@ -128,7 +128,7 @@ def resume(
     removed = True
     for places in wanted:
         stem = places[0].stem
-        directory = to if to is not None else (under or Path(run.name)) / f"checkpoint-{stem.step}"
+        directory = to if to is not None else (under or default_place(run)) / f"checkpoint-{stem.step}"
         target = Target(Path(os.path.abspath(directory)), lasting=lasting)
         for root in roots:
             target.refuse_run(root)
@@ -155,6 +155,14 @@ def resume(
         skipped.append(Skipped(stem=stem, why=why))
         removed = removed and outcome.removed
     raise _none_left(run, skipped, removed)
+
+
+def default_place(run: RunDirectory) -> Path:
+    """Where checkpoints are put if nothing else is said: `./<run>`; `./<run>-resumed` where that is the run itself, on local disk."""
+    place = Path(run.name)
+    if run.fs.capabilities.is_local and os.path.realpath(place) == os.path.realpath(run.root):
+        return Path(f"{run.name}-resumed")
+    return place
 
 
 def _unfinished(run: RunDirectory, tier: LocalTier | None, history: History, *, after: Stem) -> list[Skipped]:

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.core.conditions import Conditions, Drift, drift, incomparable, refuse
+from ckptmgr.core.conditions import Conditions, Drift, drift, incomparable
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.run.conditions import git_commit, versions_in_use, versions_of
+from ckptmgr.run.conditions import git_commit, refuse_drift, versions_in_use, versions_of
 from ckptmgr.training.ranks import world_size
 from ckptmgr.training.restore_report import RestoreReport, piece_kinds
 
@@ -62,7 +62,7 @@ def compare_or_refuse(manifest: Manifest, now: Conditions, refused: frozenset[st
         DriftError: one of `refused` is among what differs.
     """
     found = compare(manifest, now)
-    refuse(found, refused, where=f"step {manifest.step} ({manifest.id})")
+    refuse_drift(found, refused, where=f"step {manifest.step} ({manifest.id})")
     return found
 
 

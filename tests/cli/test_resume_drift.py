@@ -70,6 +70,38 @@ def test_command_is_told_what_to_refuse(run_url: str, cli_here: Cli, tmp_path: P
     assert told.read_text() == "batch_size,world_size"
 
 
+REFUSES = """
+import os, sys
+from ckptmgr.core.conditions import Conditions, drift
+from ckptmgr.run.conditions import refuse_drift
+
+found = drift(Conditions(batch_size=4), Conditions(batch_size=8))
+try:
+    refuse_drift(found, frozenset({"batch_size"}), where="step 3")
+except Exception:
+    if len(sys.argv) > 1:
+        sys.exit(int(sys.argv[1]))
+    raise
+"""
+
+
+@pytest.mark.parametrize(("ends_with", "code"), [("", 7), ("1", 7), ("9", 9)])
+def test_what_command_refuses_is_a_conflict_too(
+    run_url: str, cli_here: Cli, tmp_path: Path, ends_with: str, code: int
+) -> None:
+    """A traceback's 1, and torchrun's, is no failure that another try gets over; a code of COMMAND's own choice passes through."""
+    script = tmp_path / "train.py"
+    script.write_text(REFUSES)
+    words = [sys.executable, str(script), *([ends_with] if ends_with else [])]
+    done = cli_here("resume", run_url, "--", *words)
+    assert done.returncode == code
+    told = (
+        "COMMAND refused to go on: step 3 was made under other conditions: batch_size: 4 in the checkpoint, 8 now"
+        in done.stderr
+    )
+    assert told == (code == 7)
+
+
 def test_a_misspelled_name_is_wrong_usage(run_url: str, cli_here: Cli) -> None:
     done = cli_here("resume", run_url, "--refuse-drift", "worldsize")
     assert (done.returncode, done.stdout) == (2, "")

@@ -270,16 +270,16 @@ def test_targets_that_are_never_replaced(
     assert files(tmp_path) == before
 
 
-def test_default_target_inside_the_run_is_refused(
+def test_default_target_beside_a_run_in_the_working_directory(
     run_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called from within a local store, ./<run>/checkpoint-<step> would lie among the run's own files."""
+    """Called from within a local store, ./<run>/checkpoint-<step> would lie among the run's own files; twice, as every restart of a job does."""
     run = RunDirectory.open(run_url)
-    before = files(tmp_path)
+    before = files(tmp_path / "store" / "run")
     monkeypatch.chdir(tmp_path / "store")
-    with pytest.raises(ValueError, match="lies inside the run"):
-        resume(run, parse_selector("latest"))
-    assert files(tmp_path) == before
+    for _ in range(2):
+        assert resume(run, parse_selector("latest")).directory == tmp_path / "store" / "run-resumed" / "checkpoint-300"
+    assert files(tmp_path / "store" / "run") == before
 
 
 def test_one_file_tree_prints_the_file(
