@@ -1,0 +1,108 @@
+"""ms-swift's plugin: its `--callbacks` then knows `ckptmgr`, which is what the configuration names, and the built-in callbacks.
+
+    export CKPTMGR_CONFIG=ckptmgr.yaml                      # default: ./ckptmgr.yaml, if it is there; or only CKPTMGR_RUN, the run to save to
+    python -m swift.cli.sft … --external_plugins "$(python -m ckptmgr.callbacks.ms_swift)" --callbacks ckptmgr
+
+Run as a module, it prints its own path. ms-swift loads that file, under a name of its own, and so registers; importing `ckptmgr.callbacks.ms_swift`
+does nothing by itself, and `register()` is for a plugin of your own that brings other callbacks too. Imports no ms-swift before that.
+
+Facts of ms-swift 4.6 that this goes by:
+- The plugin's folder comes first on `sys.path`: it is one of its own, because the modules beside it have names such as `accelerate`.
+- A callback is made as `callbacks_map[name](args, trainer)` before the Trainer's own `__init__`: the trainer is an empty shell then.
+- The root logger has no handler, so that nothing of ours below a warning would be seen.
+- With `--use_flash_ckpt true` (DLRover) `on_save` comes while another process still writes the files, or after they were given up and deleted: such saves
+  cannot be taken, and the training is not begun.
+- What ends the process in a constructor of a callback ends it before any step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.callbacks.builtin import BUILT_IN, built_in
+from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.core.errors import ConfigError
+
+NAME = "ckptmgr"
+CONFIG_ENV, CONFIG = "CKPTMGR_CONFIG", "ckptmgr.yaml"
+
+
+def register() -> None:
+    """Have ms-swift's `--callbacks` know `ckptmgr`, and each built-in callback with its defaults by its own name."""
+    from swift.callbacks import callbacks_map  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    for name in BUILT_IN:
+        # Saving needs a run, and so the configuration.
+        callbacks_map[name] = _maker(configured if name == "SaveModelCallback" else partial(_with_defaults, name))
+    callbacks_map[NAME] = _maker(configured)
+
+
+def configured() -> CallbackManager:
+    """The callbacks of the configuration that the environment names, saving included.
+
+    Raises:
+        ConfigError: a mistake in it; or there is none, and no run either.
+    """
+    named = os.environ.get(CONFIG_ENV)
+    if not named and not Path(CONFIG).is_file():
+        if not os.environ.get("CKPTMGR_RUN"):
+            raise ConfigError(
+                f"nothing says where to save: there is no {CONFIG} in {Path.cwd()}",
+                hint=f"set {CONFIG_ENV} to its path, or CKPTMGR_RUN to the run's URL",
+            )
+        return CallbackManager.from_config({})
+    return CallbackManager.from_config(named or CONFIG)
+
+
+def _with_defaults(name: str) -> Any:
+    return built_in(name)()
+
+
+def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
+    """As ms-swift calls it. A mistake is one line, and the end of the process with 2."""
+
+    def callback(args: Any, trainer: Any) -> Any:
+        _show_log()
+        try:
+            made = make()
+            if isinstance(made, CallbackManager):
+                _refuse_flash(made, args)
+            return made
+        except ConfigError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"ckptmgr: error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+
+    return callback
+
+
+def _refuse_flash(callbacks: CallbackManager, args: Any) -> None:
+    if callbacks.manager is not None and getattr(args, "use_flash_ckpt", False):
+        raise ConfigError(
+            "--use_flash_ckpt: checkpoints are written after ms-swift has said that they are there, and cannot be taken",
+            hint="leave it out: ckptmgr uploads in the background, too",
+        )
+
+
+def _show_log() -> None:
+    """Show what callbacks have to say, in ms-swift's form, unless the program has set logging up itself."""
+    log = logging.getLogger(NAME)
+    if log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(levelname)s:%(name)s] %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    # Else all lines come twice as soon as somebody gives the root logger a handler.
+    log.propagate = False
+
+
+if __name__ != "ckptmgr.callbacks.ms_swift":
+    # Loaded by its path.
+    register()

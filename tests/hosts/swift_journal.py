@@ -1,0 +1,41 @@
+"""A user's ms-swift plugin for tests: a journal of every step, and a signal to the trainer at one of them. As JOURNAL, SEND and WHEN say.
+
+--external_plugins swift_journal.py --callbacks journal interrupt
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from swift.callbacks import callbacks_map  # type: ignore[import-not-found, unused-ignore]
+
+from ckptmgr.callbacks import CallbackManager
+
+_spec = importlib.util.spec_from_file_location("ckptmgr_test_train_hf", Path(__file__).with_name("train_hf.py"))
+assert _spec is not None
+assert _spec.loader is not None
+hf: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hf)
+
+
+class Interrupt(hf.Interrupt):  # type: ignore[misc, unused-ignore]
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(
+            getattr(signal, os.environ.get("SEND", "SIGKILL")), "step_begin", int(os.environ.get("WHEN", "0")), None
+        )
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Only now the trainer has its callbacks."""
+        managers = (
+            each.manager for each in self.trainer.callback_handler.callbacks if isinstance(each, CallbackManager)
+        )
+        self.manager = next(managers, None)
+
+
+callbacks_map["journal"] = lambda args, trainer: hf.Journal(Path(os.environ["JOURNAL"]))
+callbacks_map["interrupt"] = lambda args, trainer: Interrupt(trainer)
