@@ -273,6 +273,7 @@ def test_to_the_whole_process_group(start: Callable[..., Training], url: str, tm
     assert first.losses | second.losses == whole(2)
 
 
+@pytest.mark.slow
 def test_workers_that_die_during_an_optimizer_step_tear_nothing(
     start: Callable[..., Training], url: str, tmp_path: Path, whole: Whole
 ) -> None:

@@ -73,7 +73,18 @@ def through(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         relay.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("threshold", [1 << 30, PART_BYTES], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    ("store", "threshold"),
+    [
+        pytest.param("s3", 1 << 30, id="s3-whole"),
+        pytest.param("moto", PART_BYTES, id="moto-parts"),
+        pytest.param("oss", 1 << 30, id="oss-whole"),
+        pytest.param("oss", PART_BYTES, id="oss-parts"),
+        pytest.param("s3", PART_BYTES, id="s3-parts", marks=pytest.mark.slow),
+        pytest.param("moto", 1 << 30, id="moto-whole", marks=pytest.mark.slow),
+    ],
+    indirect=["store"],
+)
 def test_a_store_that_stops_reading_is_cut(
     store: Store, open_backend: Open, through: Callable[..., Relay], tmp_path: Path, threshold: int
 ) -> None:
