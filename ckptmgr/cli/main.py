@@ -27,6 +27,7 @@ from ckptmgr.cli import (
 )
 from ckptmgr.cli.command import Group, InterruptedCommand, OutputClosed
 from ckptmgr.cli.output import STDOUT, fail, stdout_named
+from ckptmgr.core.redaction import without_secrets
 
 _EPILOG = """\b
 RUN is a run URL: s3://bucket/exp/run, oss://bucket/exp/run, file:///dir/run,
@@ -128,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
         if verbose:
             import traceback
 
-            traceback.print_exception(error)
+            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return _report(error)
     return code if isinstance(code, int) else 0
 
@@ -161,18 +162,18 @@ def _refuse_empty(words: Sequence[str]) -> None:
 def _log_to_stderr(*, verbose: bool) -> None:
     import logging
 
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="ckptmgr: %(levelname)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    class Discreet(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return without_secrets(super().format(record))
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Discreet("ckptmgr: %(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler], force=True)
     logging.addLevelName(logging.WARNING, "warning")
     logging.addLevelName(logging.ERROR, "error")
     logging.addLevelName(logging.INFO, "info")
     if not verbose:
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(logging.Filter("ckptmgr"))  # what a library says about its sockets is nobody's business
+        handler.addFilter(logging.Filter("ckptmgr"))  # what a library says about its sockets is nobody's business
 
 
 def _report(error: Exception) -> int:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ckptmgr.core.redaction import without_secrets
 from ckptmgr.core.units import size_text
 
 #: In place of a file name.
@@ -18,8 +19,8 @@ STDOUT = "stdout"
 
 
 def say(text: str) -> None:
-    """A line for the reader, on stderr."""
-    print(one_line(text), file=sys.stderr, flush=True)
+    """A line for the reader, on stderr, without the credentials that a URL in it may carry."""
+    print(one_line(without_secrets(text)), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

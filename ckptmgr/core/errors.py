@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ckptmgr.core.redaction import without_secrets
+
 # Of many that failed, so many are told of.
 _NAMED = 20
 
@@ -47,7 +49,7 @@ class CkptmgrError(Exception):
     All errors pickle, attributes included: they cross from a worker to its supervisor.
 
     Args:
-        message: what happened, where and why, in one line.
+        message: what happened, where and why, in one line; credentials in a URL are taken out of it.
         hint: what the reader can do about it; "" when there is nothing to say.
         facts: attributes of this error.
     """
@@ -56,6 +58,7 @@ class CkptmgrError(Exception):
     hint: str = ""
 
     def __init__(self, message: str = "", *, hint: str = "", **facts: Any) -> None:
+        message = without_secrets(message)
         super().__init__(message)
         self.message = message
         self._facts = tuple(facts)

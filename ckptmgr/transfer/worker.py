@@ -24,6 +24,7 @@ from types import FrameType
 from ckptmgr.backends.registry import open_store
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.layout import RUN_FILE
+from ckptmgr.core.redaction import without_secrets
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.hosting import HostFile, record_upload
@@ -99,7 +100,7 @@ class _ToTrainer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)[:_LONGEST_TEXT]
+            text = without_secrets(self.format(record))[:_LONGEST_TEXT]
             self._trainer.line.send(Logged(name=record.name, level=record.levelno, text=text))
             if self._trainer.is_gone:
                 at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))

@@ -121,6 +121,29 @@ def test_url_that_cannot_be_meant(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["drain", "URL"],
+        ["-v", "drain", "URL"],
+        ["push", "URL", "run"],
+        ["artifact", "push", "URL", "run/a"],
+        ["pull", "run", "--to", "URL"],
+        ["resume", "run", "--local-dir", "URL"],
+        ["config", "check", "URL"],
+        ["show", "run", "URL"],
+    ],
+)
+@pytest.mark.parametrize(
+    "url", ["s3://key:topsecret@bucket/run", "s3://k:a/topsecret@b", "oss://b/r?Signature=topsecret"]
+)
+def test_secret_where_a_path_belongs(cli_here: Cli, words: list[str], url: str) -> None:
+    """A URL with credentials in the place of a directory, a selector or a file is refused, and never repeated as it is."""
+    result = cli_here(*(word.replace("URL", url) for word in words))
+    assert result.returncode in (2, 3)
+    assert "topsecret" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
     ("hidden", "words", "says"),
     [
         ("boto3", ["ls", "s3://bucket/run"], "pip install 'ckptmgr[s3]'"),
