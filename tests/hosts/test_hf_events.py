@@ -19,6 +19,7 @@ from ckptmgr.core.retention import KeepLast
 from ckptmgr.run.driver import file_problem
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import verify_directory
+from ckptmgr.testing.events import EventRecorder, agree
 from ckptmgr.training.manager import CheckpointManager
 
 # Not ours: what transformers and its libraries have to say about each other.
@@ -340,3 +341,18 @@ def test_an_epoch_policy_and_a_dataset_without_length(
         (10, ("every_n_steps:5",)),
         (12, ("every_n_epochs:1", "train_end")),
     ]
+
+
+def test_the_page_of_events(make_trainer: Callable[..., Any]) -> None:
+    """docs/events.md: which events come, in which order, with what."""
+    recorder = EventRecorder()
+    make_trainer(
+        CallbackManager([recorder]),
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+    ).train()
+    agree("transformers", recorder.told(), Path(__file__).parents[2] / "docs" / "events.md")

@@ -14,6 +14,7 @@ import torch
 from ckptmgr.callbacks.base import EVENTS, Callback, TrainerControl, TrainerState
 from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.core.policies import EveryNSteps
+from ckptmgr.testing.events import EventRecorder, agree
 from ckptmgr.training.manager import CheckpointManager
 
 Fit = Callable[..., Any]
@@ -289,3 +290,10 @@ def test_built_in_callbacks(fit: Fit) -> None:
     assert (clip.steps, clip.clipped, trainer.gradient_clip_val) == (2, 2, 0.001)
     assert monitor.mean is not None
     assert monitor.anomalies == type(monitor.anomalies)()
+
+
+def test_the_page_of_events(fit: Fit) -> None:
+    """docs/events.md: which events come, in which order, with what."""
+    recorder = EventRecorder()
+    fit(recorder, limit_val_batches=1)
+    agree("Lightning", recorder.told(), Path(__file__).parents[2] / "docs" / "events.md")

@@ -13,6 +13,7 @@ from ckptmgr.callbacks.dpo_accuracy import DPOAccuracyCallback
 from ckptmgr.callbacks.dpo_rewards import implicit_rewards, is_preference_batch
 from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
 from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.testing.events import EventRecorder, agree
 
 pytest.importorskip("trl")
 # Not ours: what transformers and its libraries have to say about each other.
@@ -193,3 +194,19 @@ def test_a_resumed_training_goes_on_with_its_window(make_trainer: Make, tmp_path
     assert len(whole) == 8
     assert second._values.values == pytest.approx(whole, abs=1e-6)
     assert math.isclose(second.accuracy or 0.0, sum(whole) / 8, rel_tol=1e-9)
+
+
+def test_the_page_of_events(make_trainer: Make) -> None:
+    """docs/events.md: which events come, in which order, with what."""
+    recorder = EventRecorder()
+    make_trainer(
+        CallbackManager([recorder]),
+        rows=8,
+        max_steps=-1,
+        num_train_epochs=2,
+        logging_steps=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        per_device_eval_batch_size=8,
+    ).train()
+    agree("TRL", recorder.told(), Path(__file__).parents[2] / "docs" / "events.md")
