@@ -260,10 +260,10 @@ def _resumed_json(resumed: Resumed | None, surroundings: Surroundings) -> dict[s
 
 
 def _tier(directory: Path | None) -> LocalTier | None:
-    """The local tier at `directory`; None if there is none (yet)."""
+    """The local tier at `directory`; None if there is none (yet), or none that can be read."""
     from ckptmgr.run.tier import LocalTier
 
-    return None if directory is None else LocalTier.find(directory)
+    return None if directory is None else LocalTier.find_readable(directory)
 
 
 def _launch(

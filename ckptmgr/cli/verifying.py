@@ -58,7 +58,7 @@ def verify(
     """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
     from ckptmgr.backends.registry import normalize_url
     from ckptmgr.core.errors import BackendError, ConfigError
-    from ckptmgr.core.layout import RUN_FILE
+    from ckptmgr.core.layout import MANIFESTS, RUN_FILE
     from ckptmgr.core.selectors import parse_selector
     from ckptmgr.run.candidates import seen
     from ckptmgr.run.directory import RunDirectory
@@ -70,7 +70,8 @@ def verify(
     depth = Depth(quick=quick, sample=None if sample is None else _share(sample))
     place = normalize_url(url)
     local = Path(place.removeprefix("file://"))
-    if place.startswith("file://") and local.exists() and not (local / RUN_FILE).exists():
+    is_run = any((local / name).exists() for name in (RUN_FILE, MANIFESTS))  # one that has lost its run.json says so
+    if place.startswith("file://") and local.exists() and not is_run:
         if selector is not None or quick or sample is not None:
             raise ConfigError(
                 f"{local} is not a run but a restored checkpoint, of which verify reads everything",

@@ -181,6 +181,8 @@ def open_to_resume(url: str, tier: LocalTier | None) -> RunDirectory:
     try:
         return RunDirectory.open(url)
     except CheckpointNotFoundError as exc:
+        if hasattr(exc, "lost"):
+            raise
         if holds_anything(url):
             raise NotCommittedError(
                 f"{exc.message}, but there is something else",

@@ -13,6 +13,7 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
     AccessDeniedError,
+    BackendError,
     CheckpointNotFoundError,
     ConfigError,
     ConflictError,
@@ -64,7 +65,7 @@ class RunDirectory:
         """The run at `url`.
 
         Raises:
-            CheckpointNotFoundError: the store says that there is no run.json there.
+            CheckpointNotFoundError: the store says that there is no run.json there; `lost` is the number of checkpoints that lie there without.
             ConfigError: `url` is malformed, or names a file.
             ManifestError: run.json is damaged or from a newer version.
             BackendError: could not look (I7).
@@ -73,9 +74,7 @@ class RunDirectory:
         data = run.read(layout.RUN_FILE)
         if data is None:
             run.refuse_file()
-            raise CheckpointNotFoundError(
-                f"there is no run at {run.url}", hint="see what the store holds with `ckptmgr ls`", url=run.url
-            )
+            raise run._not_found()
         run.record = decode_run(data, where=f"{run.url}/{layout.RUN_FILE}")
         return run
 
@@ -140,6 +139,22 @@ class RunDirectory:
                 url=self.url,
             )
         return self
+
+    def _not_found(self) -> CheckpointNotFoundError:
+        lost = 0
+        with contextlib.suppress(BackendError):  # that there is no run.json is known
+            lost = len(self.stems())
+        if not lost:
+            return CheckpointNotFoundError(
+                f"there is no run at {self.url}", hint="see what the store holds with `ckptmgr ls`", url=self.url
+            )
+        return CheckpointNotFoundError(
+            f"{self.url} has lost its {layout.RUN_FILE}, while {lost} checkpoint{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} there",
+            hint="bring that file back; or start the training without `ckptmgr resume`, which makes it again from the manifests and goes on",
+            url=self.url,
+            lost=lost,
+            empty=False,
+        )
 
     def refuse_file(self) -> None:
         """Raise ConfigError if the run's path is a file, which no run can be."""

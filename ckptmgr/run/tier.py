@@ -22,7 +22,14 @@ from ckptmgr.backends.atomic import (
 from ckptmgr.backends.local import LocalBackend
 from ckptmgr.backends.oserrors import os_errors
 from ckptmgr.core import layout
-from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, CkptmgrError, ConflictError, ManifestError
+from ckptmgr.core.errors import (
+    BackendError,
+    CheckpointNotFoundError,
+    CkptmgrError,
+    ConflictError,
+    ManifestError,
+    ManifestVersionError,
+)
 from ckptmgr.core.layout import PARTIAL, RESUMED, Stem
 from ckptmgr.core.manifest import FORMAT, VERSION, Manifest, canonical_json, decode_record, encode_manifest
 from ckptmgr.core.records import AttemptRecord, encode_attempt
@@ -95,9 +102,24 @@ class LocalTier:
 
         Raises:
             CheckpointNotFoundError: there is none.
+            ManifestError: its run.json cannot be read.
         """
         path = os.path.abspath(directory)
-        return cls(RunDirectory.open(path, fs=LocalBackend(), root=path))
+        try:
+            return cls(RunDirectory.open(path, fs=LocalBackend(), root=path))
+        except CheckpointNotFoundError as exc:
+            if hasattr(exc, "lost"):
+                raise
+            raise CheckpointNotFoundError(
+                f"there is no local tier at {path}",
+                hint="name the directory that the training saves into (local_dir, or CKPTMGR_LOCAL_DIR)",
+            ) from exc
+        except ManifestVersionError:
+            raise
+        except ManifestError as exc:
+            exc.message = f"the local tier {path} cannot be used: {exc.message}"
+            exc.hint = f"move that {layout.RUN_FILE} away: the training's next start makes it again, and uploads what waits there"
+            raise
 
     @classmethod
     def find(cls, directory: str | os.PathLike[str]) -> LocalTier | None:
@@ -105,6 +127,17 @@ class LocalTier:
         try:
             return cls.open(directory)
         except CheckpointNotFoundError:
+            return None
+
+    @classmethod
+    def find_readable(cls, directory: str | os.PathLike[str]) -> LocalTier | None:
+        """As `find`, for who has the store as well: None, with a warning, also where its run.json cannot be read."""
+        try:
+            return cls.find(directory)
+        except ManifestVersionError:
+            raise
+        except ManifestError as exc:
+            logger.warning("%s; going on without it", exc)
             return None
 
     @classmethod

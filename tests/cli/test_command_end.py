@@ -268,3 +268,22 @@ def test_nothing_pending_asks_nobody(
     store.server.log.clear()
     assert cli_here("resume", f"{store.url}/run", "--local-dir", tmp_path / "tier").returncode == 0
     assert len(store.server.log) == plain
+
+
+@pytest.mark.parametrize("garbled", [b"xx", b""])
+def test_a_tier_whose_own_record_is_garbled(
+    store: Store, push_steps: Callable[..., list[str]], cli_here: Cli, tmp_path: Path, report: Path, garbled: bytes
+) -> None:
+    """The store is whole: it is named, with the way out, and the store's checkpoint is resumed."""
+    push_steps(f"{store.url}/run", 100)
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    (tier / "run.json").write_bytes(garbled)
+    result = cli_here("resume", f"{store.url}/run", "--local-dir", tier)
+    assert result.returncode == 0, result.stderr
+    assert f"{tier}/run.json is not JSON" in result.stderr
+    assert "move that run.json away" in result.stderr
+    assert cli_here("resume", f"{store.url}/run", "--local-dir", tier, *reporting(report, "{}")).returncode == 0
+    drained = cli_here("drain", tier)
+    assert drained.returncode == 5
+    assert "move that run.json away" in drained.stderr

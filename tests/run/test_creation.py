@@ -126,3 +126,13 @@ def test_nothing_is_committed_to_a_run_that_is_gone(tmp_path: Path) -> None:
 
     (tmp_path / "unmounted").rename(tmp_path / "store")
     assert [stem.step for stem in drain(tier, run).committed] == [10]
+
+
+def test_a_lost_run_json_is_said(store: Store, push_steps: Callable[..., Any], cli_here: Cli) -> None:
+    """Whoever only looks is told that checkpoints are there, and how they come back; nothing starts from scratch."""
+    push_steps(f"{store.url}/run", 100, 200)
+    store.delete("run/run.json")
+    for words in (["verify"], ["show"], ["resume"], ["resume", "--or-start"]):
+        result = cli_here(words[0], f"{store.url}/run", *words[1:])
+        assert result.returncode == 3
+        assert "has lost its run.json, while 2 checkpoints are there" in result.stderr

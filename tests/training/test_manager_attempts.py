@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError
+from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError, ManifestError
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
@@ -224,3 +224,22 @@ class TestRetention:
             second.save(20, STATE)
             second.save(30, STATE)
         assert steps_in(run_dir) == [10, 30]
+
+
+def test_a_local_tier_whose_own_record_is_garbled(manager: Make, run_dir: Path, tmp_path: Path) -> None:
+    """A start names it and the way out; with the record moved away, everything that the tier held is still there, and training goes on."""
+    with manager() as first:
+        first.save(10, STATE)
+        record = Path(first.local_dir, "run.json")
+    record.write_text("xx")
+    with (
+        manager() as second,
+        pytest.raises(ManifestError, match=r"local tier .* is not JSON .* - move that run.json away"),
+    ):
+        second.restore(STATE)
+    record.rename(tmp_path / "garbled")
+    with manager() as third:
+        restored = third.restore(STATE)
+        assert restored is not None and restored.step == 10
+        third.save(20, STATE)
+    assert steps_in(run_dir) == [10, 20]
