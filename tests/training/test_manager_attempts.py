@@ -240,6 +240,7 @@ def test_a_local_tier_whose_own_record_is_garbled(manager: Make, run_dir: Path, 
     record.rename(tmp_path / "garbled")
     with manager() as third:
         restored = third.restore(STATE)
-        assert restored is not None and restored.step == 10
+        assert restored is not None
+        assert restored.step == 10
         third.save(20, STATE)
     assert steps_in(run_dir) == [10, 20]
