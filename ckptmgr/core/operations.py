@@ -5,7 +5,7 @@ An operation that fails is answered by throwing the error into the protocol that
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -42,6 +42,17 @@ class IsStored:
 
     key: str
     entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Result: the paths of those `entries` that do not lie below `prefix` in their size.
+
+    One listing; what that does not show was looked at by itself, for some stores list late.
+    """
+
+    prefix: str
+    entries: Sequence[FileEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,7 @@ class Together:
     to_the_end: bool = False
 
 
-Operation: TypeAlias = "PutFile | CopyFile | IsStored | Create | Replace | Read | ListKeys | Delete | DeleteAll | Fetch | Record | Together"
+Operation: TypeAlias = "PutFile | CopyFile | IsStored | Missing | Create | Replace | Read | ListKeys | Delete | DeleteAll | Fetch | Record | Together"
 
 
 def one_by_one(protocol: Generator[Operation, Any, _T], *, backwards: bool = False) -> Generator[Operation, Any, _T]:

@@ -11,7 +11,8 @@ or to be applied later.
 Invariants (must: data is lost otherwise; they are numbered in the project's design and cited by tests):
 I1  A checkpoint exists if and only if its manifest does. Restoring finds checkpoints through manifests only.
 I2  Data is written before the manifest, under a stem no other save uses. Nothing is ever overwritten, except a manifest by its closing
-    record. Tags are mutable pointers, outside this rule.
+    record, and data that is missing or damaged by the very bytes that its manifest names (`repair`). Tags are mutable pointers, outside
+    this rule.
 I3  The manifest is one small create-only write, never multipart. A refused or unanswered create is settled by reading it back.
 I4  Newest is decided by lineage (`ckptmgr.core.lineage`), never by time or by unpadded names.
 I6  A local copy is removed only after its remote commit was confirmed and recorded.
@@ -57,6 +58,7 @@ from ckptmgr.core.operations import (
     Fetch,
     IsStored,
     ListKeys,
+    Missing,
     Operation,
     PutFile,
     Read,
@@ -68,6 +70,8 @@ from ckptmgr.core.operations import (
 GC_GRACE_S = 7 * 24 * 3600.0
 CLOSING_KEPT_S = 30 * 24 * 3600.0
 SETTLE_TRIES = 5
+# How often an upload begins to send what it finds missing before its commit; the next try of the upload begins anew.
+_ROUNDS = 3
 
 
 # --- commit ---------------------------------------------------------------------------------------------------------------
@@ -103,7 +107,7 @@ def replicate(
     Args:
         manifest: what to commit; its stem is used by no other save (I2).
         new_nonce: draws the nonce of a new stem, needed when gc has closed this one.
-        confirmed: paths of `manifest` that the journal says are in the store under its stem; what is not there any more is sent again.
+        confirmed: paths of `manifest` that the journal says are in the store under its stem. Whatever is not there before the commit is sent again.
         resumed: an earlier try may have got further than the journal knows: look before sending.
         stale_at: the present time, ISO 8601, if the earlier try began so long ago (`is_stale`) that gc may be about to take its name. The
             name is then closed as gc would do, unless it proves to be committed, or pruned since, and the upload goes on under a new one.
@@ -133,21 +137,8 @@ def replicate(
             with contextlib.suppress(AccessDeniedError):
                 verdict = judge((yield Read(key)))
         if verdict == "absent":
-            if done:
-                # Confirmed long ago, perhaps: somebody may have cleaned up since, or put an empty store in this one's place.
-                try:
-                    there = set((yield ListKeys(data_prefix(manifest.stem))))
-                except AccessDeniedError:
-                    there, resumed = set(), True  # then each is looked at
-                done = {path for path in done if data_key(manifest.stem, path) in there}
-            yield Together(
-                tuple(
-                    (entry.size, _store(manifest.stem, entry, look=resumed, copy_of=(copies or {}).get(entry.path)))
-                    for entry in manifest.files
-                    if entry.path not in done
-                ),
-                to_the_end=True,
-            )
+            verdict = yield from _bring(manifest, done, judge, look=resumed, copies=copies or {})
+        if verdict == "absent":
             verdict = yield from create_settled(key, body, judge, won="own")
         if verdict == "own":
             yield Record("uploaded", manifest.stem)
@@ -160,6 +151,53 @@ def replicate(
         manifest = manifest.renamed(manifest.stem.renamed(new_nonce()))
         done, resumed, stale_at = set(), False, None
         yield Record("renamed", manifest.stem)
+
+
+def _bring(
+    manifest: Manifest,
+    done: Collection[str],
+    judge: Callable[[bytes | None], _Verdict],
+    *,
+    look: bool,
+    copies: Mapping[str, str],
+) -> Generator[Operation, Any, _Verdict]:
+    """Bring all files but those that are `done` to their places, and then look for every one: somebody may have cleaned up since it was
+    confirmed, or put an empty store in this one's place.
+
+    That guards against accidents only. Against gc, which may come between the look and the commit, stands its claim.
+
+    Returns:
+        "absent": all is there, and the manifest may be written; else what stands in the manifest's place by now.
+    """
+    stem = manifest.stem
+    waiting = [entry for entry in manifest.files if entry.path not in done]
+    for _ in range(_ROUNDS):
+        yield _stored(stem, waiting, look=look, copies=copies)
+        try:
+            gone = set((yield Missing(data_prefix(stem), manifest.files)))
+        except AccessDeniedError:
+            # Who may not list has the store's answer for what was sent just now; the rest is looked at one by one.
+            yield _stored(stem, [entry for entry in manifest.files if entry.path in done], look=True, copies=copies)
+            return "absent"
+        if not gone:
+            return "absent"
+        # Was it gc, the name is lost: nothing more is sent under it.
+        verdict = judge((yield Read(manifest_key(stem))))
+        if verdict != "absent":
+            return verdict
+        waiting, look = [entry for entry in manifest.files if entry.path in gone], False
+    raise TransientBackendError(
+        f"{data_prefix(stem)}: {', '.join(sorted(gone)[:3])} vanished from the store each time after it was sent",
+        hint="something deletes what is being uploaded: a rule of the bucket, or another program",
+        key=data_prefix(stem),
+    )
+
+
+def _stored(stem: Stem, entries: Iterable[FileEntry], *, look: bool, copies: Mapping[str, str]) -> Together:
+    return Together(
+        tuple((entry.size, _store(stem, entry, look=look, copy_of=copies.get(entry.path))) for entry in entries),
+        to_the_end=True,
+    )
 
 
 def _store(stem: Stem, entry: FileEntry, *, look: bool, copy_of: str | None) -> Generator[Operation, Any, None]:
@@ -222,6 +260,33 @@ def create_settled(
     raise last or TransientBackendError(
         f"{key}: the store refuses to create it, yet nothing is there", hint="try again later", key=key
     )
+
+
+def repair(manifest: Manifest, paths: Collection[str]) -> Generator[Operation, Any, bool]:
+    """Put the files `paths` of a committed checkpoint, which are missing or damaged in the store, there again, by the bytes that it names.
+
+    A prune that comes between may have listed the data already: what was sent after that is removed again.
+
+    Returns:
+        False if it is not committed (any more): of what was removed nothing is left.
+
+    Raises:
+        ConflictError: another checkpoint is committed under this stem.
+        IntegrityError: a source is not what `manifest` describes (I10).
+        TransientBackendError: the store did not answer; repeat later.
+    """
+    key = manifest_key(manifest.stem)
+    if _judge((yield Read(key)), manifest, key) != "own":
+        return False
+    yield Together(tuple((e.size, _put(manifest.stem, e)) for e in manifest.files if e.path in paths), to_the_end=True)
+    now = _judge((yield Read(key)), manifest, key)
+    if now in ("pruned", "aborted"):
+        yield from _delete_data(manifest.stem)
+    return now == "own"
+
+
+def _put(stem: Stem, entry: FileEntry) -> Generator[Operation, Any, None]:
+    yield PutFile(data_key(stem, entry.path), entry)
 
 
 # --- prune and gc ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ckptmgr.core.operations import (
     Fetch,
     IsStored,
     ListKeys,
+    Missing,
     Operation,
     PutFile,
     Read,
@@ -124,6 +125,8 @@ class StoreDriver:
                 return self._together(parts, to_the_end)
             case IsStored(key, entry):
                 return is_stored(self._run, key, entry)
+            case Missing(prefix, entries):
+                return self._missing(prefix, entries)
             case Fetch(key, entry):
                 return self._fetch(key, entry)
             case Record():
@@ -154,6 +157,19 @@ class StoreDriver:
         except BackendError as exc:
             logger.info("%s is sent, for the store did not copy it from %s: %s", key, source, exc)
             return False
+
+    def _missing(self, prefix: str, entries: Sequence[FileEntry]) -> list[str]:
+        """Where something is missing, the whole run may be: a commit beside no run.json could not be found."""
+        listed = self._run.fs.find(self._run.path(prefix), detail=True)
+        assert isinstance(listed, dict)
+        sizes = {path: record["size"] for path, record in listed.items()}
+        keys = {f"{prefix}/{entry.path}": entry for entry in entries}
+        late = [key for key, entry in keys.items() if sizes.get(self._run.path(key)) != entry.size]
+        problems = self._run.map(lambda key: check_stored(self._run, key, keys[key]), late)
+        gone = [keys[key].path for key, problem in zip(late, problems, strict=True) if problem is not None]
+        if gone:
+            self._run.refuse_replaced()
+        return gone
 
     def _put(self, key: str, entry: FileEntry) -> None:
         if self._source is None:

@@ -17,7 +17,7 @@ from ckptmgr.core.layout import CHECKPOINTS, MANIFESTS, Stem, data_key, manifest
 from ckptmgr.core.lineage import chain
 from ckptmgr.core.manifest import FileEntry, Manifest, encode_manifest
 from ckptmgr.core.operations import Fetch, ListKeys, Operation
-from ckptmgr.core.protocol import Fetched, collect, fetch, prune, replicate
+from ckptmgr.core.protocol import Fetched, collect, fetch, prune, repair, replicate
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.testing.explorer import Actor, Process, Scenario, rewritten
 from ckptmgr.testing.explorer_checks import Journal, Reading
@@ -120,6 +120,11 @@ def pruner(name: str = "prune", *, stem: Stem | None = SAVE.stem) -> Actor:
                 yield from prune(found, closed_at=_CLOSED_AT)
 
     return Actor(name=name, start=lambda journal: listed() if stem is None else prune(stem, closed_at=_CLOSED_AT))
+
+
+def repairer(name: str = "repair") -> Actor:
+    """Puts a file of `SAVE`, which is committed, there again: in this world one that is there, for nothing here loses any."""
+    return Actor(name=name, start=lambda journal: repair(SAVE, [SAVE.files[0].path]))
 
 
 def collector(name: str = "gc", *, stem: Stem | None = SAVE.stem) -> Actor:

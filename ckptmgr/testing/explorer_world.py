@@ -16,6 +16,7 @@ from ckptmgr.core.operations import (
     Fetch,
     IsStored,
     ListKeys,
+    Missing,
     Operation,
     PutFile,
     Read,
@@ -334,6 +335,9 @@ def perform(store: dict[str, bytes], operation: Operation | None) -> tuple[dict[
             return store, ("value", tuple(sorted(key for key in store if key.startswith(prefix + "/"))))
         case IsStored(key=key, entry=entry):
             return store, ("value", store.get(key) == entry.blake3.encode())
+        case Missing(prefix=prefix, entries=entries):
+            wanted = {entry.path: entry.blake3.encode() for entry in entries}
+            return store, ("value", tuple(path for path in wanted if store.get(f"{prefix}/{path}") != wanted[path]))
         case Fetch(key=key, entry=entry):
             there = store.get(key)
             return store, (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from ckptmgr.core.operations import (
     Fetch,
     IsStored,
     ListKeys,
+    Missing,
     Operation,
     PutFile,
     Read,
@@ -43,6 +45,7 @@ from ckptmgr.core.protocol import (
     fetch,
     is_stale,
     prune,
+    repair,
     replicate,
 )
 from ckptmgr.core.records import AttemptRecord, encode_attempt
@@ -85,6 +88,11 @@ def put(entry: FileEntry, stem: Stem = STEM) -> PutFile:
     return PutFile(data_key(stem, entry.path), entry)
 
 
+ALL_THERE: tuple[Operation, Any] = (Missing(data_prefix(STEM), SAVE.files), [])
+
+CONFIRMED_A, CONFIRMED_B = Record("confirmed", STEM, "a"), Record("confirmed", STEM, "sub/b")
+
+
 # --- commit ---------------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +104,7 @@ def test_data_then_manifest_then_the_local_record() -> None:
         (Record("confirmed", STEM, "a"), None),
         (put(B), None),
         (Record("confirmed", STEM, "sub/b"), None),
+        ALL_THERE,
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
@@ -103,13 +112,13 @@ def test_data_then_manifest_then_the_local_record() -> None:
 
 
 def test_a_resumed_upload_sends_only_what_is_missing() -> None:
-    """What the journal confirmed, and is still listed, is not looked at again; what the store vouches for is not sent."""
+    """What the journal confirmed, and is still there, is not sent again, nor what the store vouches for."""
     outcome = run(
         upload(confirmed=["a"], resumed=True),
         (Read(KEY), None),
-        (ListKeys(data_prefix(STEM)), DATA[:1]),
         (IsStored(data_key(STEM, "sub/b"), B), True),
         (Record("confirmed", STEM, "sub/b"), None),
+        ALL_THERE,
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
@@ -134,7 +143,7 @@ def test_a_name_that_gc_took_is_given_up_and_everything_sent_again() -> None:
     outcome = run(
         upload(confirmed=["a", "sub/b"], resumed=True),
         (Read(KEY), None),
-        (ListKeys(data_prefix(STEM)), DATA),
+        ALL_THERE,
         (Create(KEY, BODY), REFUSED),
         (Read(KEY), ABORTED),
         (Record("renamed", new), None),
@@ -142,6 +151,7 @@ def test_a_name_that_gc_took_is_given_up_and_everything_sent_again() -> None:
         (Record("confirmed", new, "a"), None),
         (put(B, new), None),
         (Record("confirmed", new, "sub/b"), None),
+        (Missing(data_prefix(new), SAVE.files), []),
         (Create(manifest_key(new), encode_manifest(SAVE.renamed(new))), None),
         (Record("uploaded", new), None),
     )
@@ -167,7 +177,7 @@ def test_silence_is_settled_by_reading_back() -> None:
     """I3: unanswered and absent is tried again; found to be ours is done."""
     outcome = run(
         upload(confirmed=["a", "sub/b"]),
-        (ListKeys(data_prefix(STEM)), DATA),
+        ALL_THERE,
         (Create(KEY, BODY), SILENCE),
         (Read(KEY), None),
         (Create(KEY, BODY), SILENCE),
@@ -181,8 +191,8 @@ def test_silence_is_settled_by_reading_back() -> None:
 def test_a_store_that_never_settles_ends_the_try(answer: Exception) -> None:
     """After a bounded number of creates; the error is the store's own where it gave one."""
     process = upload(confirmed=["a", "sub/b"])
-    assert process.send(None) == ListKeys(data_prefix(STEM))
-    operation: Any = process.send(DATA)
+    assert process.send(None) == ALL_THERE[0]
+    operation: Any = process.send(ALL_THERE[1])
     for _ in range(SETTLE_TRIES - 1):
         assert operation == Create(KEY, BODY)
         assert process.throw(answer) == Read(KEY)
@@ -212,30 +222,48 @@ def test_another_checkpoint_under_this_name_is_a_conflict(other: Manifest) -> No
     assert caught.value.__dict__["key"] == KEY
 
 
-def test_what_was_confirmed_and_is_gone_is_sent_again() -> None:
-    """Somebody has cleaned up in between, or the store is another one, and empty."""
+@pytest.mark.parametrize("confirmed", [True, False], ids=["of an earlier try", "sent just now"])
+def test_what_is_gone_by_the_commit_is_sent_again(confirmed: bool) -> None:
+    """Somebody has cleaned up in between, or the store is another one, and empty: no manifest before all is there."""
+    first = () if confirmed else ((put(A), None), (CONFIRMED_A, None), (put(B), None), (CONFIRMED_B, None))
     outcome = run(
-        upload(confirmed=["a", "sub/b"], resumed=True),
+        upload(confirmed=["a", "sub/b"] if confirmed else []),
+        *first,
+        (ALL_THERE[0], ["a"]),
         (Read(KEY), None),
-        (ListKeys(data_prefix(STEM)), DATA[1:]),
-        (IsStored(put(A).key, A), False),
         (put(A), None),
-        (Record("confirmed", STEM, "a"), None),
+        (CONFIRMED_A, None),
+        ALL_THERE,
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
     assert outcome == Committed(STEM)
 
 
+def test_what_gc_has_taken_is_not_sent_again_under_its_name() -> None:
+    """Its claim stands in the manifest's place: the rest goes under a new name."""
+    process = upload(confirmed=["a", "sub/b"])
+    assert process.send(None) == ALL_THERE[0]
+    assert process.send(["a", "sub/b"]) == Read(KEY)
+    assert process.send(ABORTED) == Record("renamed", STEM.renamed("00000002"))
+
+
+def test_what_vanishes_each_time_ends_the_try() -> None:
+    """No manifest, and an error that says what; the journal keeps the upload for later."""
+    again: Script = ((ALL_THERE[0], ["a"]), (Read(KEY), None), (put(A), None), (CONFIRMED_A, None))
+    with pytest.raises(TransientBackendError, match="a vanished from the store each time"):
+        run(upload(confirmed=["a", "sub/b"]), *again, *again, (ALL_THERE[0], ["a"]), (Read(KEY), None))
+
+
 def test_who_may_not_list_looks_at_each_file_that_was_confirmed() -> None:
+    """What was sent just now needs no look: it was answered."""
     outcome = run(
-        upload(confirmed=["a", "sub/b"]),
-        (ListKeys(data_prefix(STEM)), AccessDeniedError("no permission to list")),
-        (IsStored(put(A).key, A), True),
-        (Record("confirmed", STEM, "a"), None),
-        (IsStored(put(B).key, B), False),
+        upload(confirmed=["a"]),
         (put(B), None),
-        (Record("confirmed", STEM, "sub/b"), None),
+        (CONFIRMED_B, None),
+        (ALL_THERE[0], AccessDeniedError("no permission to list")),
+        (IsStored(put(A).key, A), True),
+        (CONFIRMED_A, None),
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
@@ -252,6 +280,7 @@ def test_an_unchanged_file_is_copied_in_the_store() -> None:
         (Record("confirmed", STEM, "a"), None),
         (put(B), None),
         (Record("confirmed", STEM, "sub/b"), None),
+        ALL_THERE,
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
@@ -268,6 +297,7 @@ def test_a_file_that_is_there_is_not_copied_either() -> None:
         (IsStored(put(B).key, B), False),
         (put(B), None),
         (Record("confirmed", STEM, "sub/b"), None),
+        ALL_THERE,
         (Create(KEY, BODY), None),
         (Record("uploaded", STEM), None),
     )
@@ -275,10 +305,12 @@ def test_a_file_that_is_there_is_not_copied_either() -> None:
 
 
 def test_the_order_of_the_files_is_nobodys_business() -> None:
-    forwards = [operation for operation in one_by_one(replicate(SAVE, new_nonce=lambda: "00000002"))]
-    backwards = list(one_by_one(replicate(SAVE, new_nonce=lambda: "00000002"), backwards=True))
+    forwards, backwards = (
+        list(itertools.islice(one_by_one(replicate(SAVE, new_nonce=lambda: "00000002"), backwards=back), 5))
+        for back in (False, True)
+    )
     assert forwards[:4] == backwards[2:4] + backwards[:2]
-    assert forwards[4:] == backwards[4:]
+    assert forwards[4] == backwards[4] == ALL_THERE[0]
 
 
 @pytest.mark.parametrize("error", [SILENCE, SourceChangedError("changed", path="a")])
@@ -294,6 +326,24 @@ def test_a_file_that_cannot_be_sent_ends_the_try_without_a_manifest(error: Excep
 def test_an_upload_is_stale_after_half_of_the_grace(age_s: float, stale: bool) -> None:
     """And when the clock has jumped back, for then nobody knows."""
     assert is_stale(1000.0, 1000.0 + age_s, grace_s=100.0) is stale
+
+
+# --- repair -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_repair_sends_what_is_damaged_and_looks_whether_it_is_still_wanted() -> None:
+    """I2: the same bytes, under a manifest that stands before and after."""
+    script: Script = ((Read(KEY), BODY), (put(B), None), (Read(KEY), BODY))
+    assert run(repair(SAVE, ["sub/b"]), *script) is True
+
+
+@pytest.mark.parametrize("found", [None, PRUNED, ABORTED], ids=["gone", "pruned", "aborted"])
+def test_a_repair_of_what_was_removed_leaves_nothing(found: bytes | None) -> None:
+    """Before it began: nothing is sent. While it was sent: that goes again, unless nobody has closed the name (I8)."""
+    assert run(repair(SAVE, ["a"]), (Read(KEY), found)) is False
+    script: Script = ((Read(KEY), BODY), (put(A), None), (Read(KEY), found))
+    removal: Script = ((ListKeys(data_prefix(STEM)), DATA[:1]), (Delete(DATA[0]), None))
+    assert run(repair(SAVE, ["a"]), *script, *(removal if found else ())) is False
 
 
 # --- prune and gc ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ckptmgr.core.claims import claim
 from ckptmgr.core.errors import ObjectExistsError, TransientBackendError
 from ckptmgr.core.layout import ATTEMPTS, MANIFESTS, Stem, data_key, data_prefix, manifest_key
 from ckptmgr.core.manifest import encode_manifest
-from ckptmgr.core.operations import Create, Delete, IsStored, ListKeys, Operation, PutFile, Read, Replace
+from ckptmgr.core.operations import Create, Delete, IsStored, ListKeys, Missing, Operation, PutFile, Read, Replace
 from ckptmgr.core.protocol import replicate
 from ckptmgr.core.records import AttemptRecord
 from ckptmgr.testing.explorer import Actor, Process, Rewrite, Scenario, explore, replay, rewritten, walk
@@ -26,6 +26,7 @@ from ckptmgr.testing.explorer_actors import (
     copier,
     pruner,
     reader,
+    repairer,
     resumer,
     scenario,
     writer,
@@ -58,6 +59,9 @@ EXHAUSTIVE = [
     (scenario("a writer, prune and a reader", writer(), pruner(), reader(), faults=1), 230_000),
     (scenario("prune and a reader", pruner(), reader(), faults=2, **UPLOADED), 9_000),
     (scenario("two prunes and a reader", pruner(), pruner("prune2"), reader(), faults=1, **UPLOADED), 5_000_000),
+    (scenario("a repair and prune", repairer(), pruner(), faults=2, **UPLOADED), 1_000),
+    (scenario("a repair, prune and a reader", repairer(), pruner(), reader(), faults=1, **UPLOADED), 10_000),
+    (scenario("two repairs and prune", repairer(), repairer("other"), pruner(), faults=1, **UPLOADED), 10_000),
     (scenario("a copying writer, then its next incarnation", copier(), resumer(), faults=2, store=SHARED), 1_000),
     (scenario("a copying writer and the pruning of its source", copier(), UNSHARE, faults=2, store=SHARED), 5_000),
     (scenario("a copying writer, that pruning and gc", copier(), UNSHARE, collector(), store=SHARED), 5_000),
@@ -193,26 +197,28 @@ def test_a_manifest_before_its_data_is_caught() -> None:
 def test_a_commit_that_may_overwrite_is_caught() -> None:
     """I3: without create-only, a commit goes over gc's claim and names data that is gone."""
     world = scenario("plain put", wrong(writer(), plain_put), collector(), faults=0)
-    caught(world, "its closing record was overwritten", "gc writer writer writer writer writer")
+    caught(world, "its closing record was overwritten", "gc writer writer writer writer writer writer")
 
 
 def test_a_retried_commit_that_may_overwrite_is_caught() -> None:
     """I3: written but unanswered, pruned, written again: what was removed is back, without data."""
     world = scenario("plain put, retried", wrong(writer(retries=1), plain_put), pruner(), faults=1)
-    caught(world, "its closing record was overwritten", "writer writer writer writer writer:lost prune prune writer")
+    caught(
+        world, "its closing record was overwritten", "writer writer writer writer writer writer:lost prune prune writer"
+    )
 
 
 def test_looking_for_the_data_before_the_commit_does_not_help() -> None:
     """I3: between the look and the commit gc deletes; only a claim on the manifest's key settles it."""
     world = scenario("look, then put", wrong(writer(), head_before_commit), wrong(collector(), without_claim))
-    path = "writer writer writer writer writer writer gc gc gc writer"
+    path = "writer writer writer writer writer writer writer gc gc gc writer"
     caught(world, f"I1: {SAVE.stem} is committed, but its file 'a' is missing", path)
 
 
 def test_gc_that_does_not_claim_is_caught() -> None:
     """A create-only commit alone does not stop gc from deleting the data of one that is about to be."""
     world = scenario("gc without claim", writer(), wrong(collector(), without_claim))
-    caught(world, "I1: ", "writer writer writer writer gc gc gc writer")
+    caught(world, "I1: ", "writer writer writer writer writer gc gc gc writer")
 
 
 def test_a_tombstone_beside_the_manifest_is_caught() -> None:
@@ -243,7 +249,7 @@ def test_a_tombstone_beside_the_manifest_is_caught() -> None:
 
     actors = wrong(writer(retries=1), looks_first), wrong(pruner(), beside)
     world = scenario("tombstone", *actors, faults=1, is_pruned=is_pruned)
-    lost = "writer writer writer writer writer writer:lost"
+    lost = "writer writer writer writer writer writer writer:lost"
     caught(world, "I1: ", f"{lost} prune prune prune prune prune writer")
 
 
@@ -275,7 +281,7 @@ def test_taking_a_refused_commit_for_our_own_is_caught() -> None:
         return rewrite
 
     world = scenario("refused is done", wrong(writer(), refused_is_done), collector())
-    caught(world, "I6: the journal says uploaded", "gc writer writer writer writer writer writer")
+    caught(world, "I6: the journal says uploaded", "gc writer writer writer writer writer writer writer")
 
 
 def test_taking_an_unanswered_commit_for_done_is_caught() -> None:
@@ -286,21 +292,23 @@ def test_taking_an_unanswered_commit_for_done_is_caught() -> None:
             try:
                 return (yield operation)
             except TransientBackendError:
-                return None
+                return [] if isinstance(operation, Missing) else None
 
         return rewrite
 
     world = scenario("silent is done", wrong(writer(), silent_is_done), faults=1)
-    caught(world, "I1: ", "writer:rejected writer writer writer writer")
+    caught(world, "I6: the journal says uploaded", "writer writer writer writer writer writer:rejected writer")
 
 
 def test_keeping_what_was_confirmed_under_another_name_is_caught() -> None:
-    """After gc took the name, everything is sent again."""
+    """After gc took the name, everything is sent again; here without the look before the commit, which would notice."""
 
     def sends_once() -> Rewrite:
         sent: set[str] = set()
 
         def rewrite(operation: Operation) -> Steps:
+            if isinstance(operation, Missing):
+                return []
             if isinstance(operation, PutFile):
                 if operation.entry.path in sent:
                     return None
@@ -323,7 +331,8 @@ def test_giving_up_an_old_name_without_closing_it_is_caught() -> None:
         return replicate(SAVE.renamed(journal.stem.renamed("0badbad0")), new_nonce=lambda: "1badbad0")
 
     late = Actor(name="second", start=renames_only, waits=True, after="writer")
-    path = "writer writer writer writer writer:dies second:start second second second second second second late:0"
+    late_one = "writer writer writer writer writer writer:dies"
+    path = f"{late_one} second:start second second second second second second second late:0"
     caught(scenario("renames only", writer(), late, faults=1), "the one save is committed 2 times", path)
 
 
@@ -379,3 +388,22 @@ def test_a_bid_that_wins_by_its_name_is_caught() -> None:
 
     world = claiming("first wins", bidder("x", "22222222"), bidder("y", "11111111"))
     caught(world, "two processes both claimed attempt 1", "x x y y x x y y")
+
+
+def test_a_repair_leaves_nothing_under_a_name_that_was_pruned_meanwhile() -> None:
+    """It sends, prune has listed the data already, and whoever is last takes away what was sent: no order leaves any of it."""
+    seen = set()
+
+    def then_looks(process: Process) -> Process:
+        yield from process
+        seen.add(tuple((yield ListKeys(data_prefix(SAVE.stem)))))
+
+    last = Actor(
+        name="last",
+        start=lambda journal: then_looks(repairer().start(journal) or pytest.fail("does not start")),
+    )
+    assert explore(scenario("repair, then a look", last, pruner(), **UPLOADED)).violation is None
+    whole = tuple(data_key(SAVE.stem, entry.path) for entry in SAVE.files)
+    # Whole: prune had not begun, or not deleted yet.
+    assert () in seen
+    assert seen <= {(), whole, whole[1:]}
