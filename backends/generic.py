@@ -37,6 +37,22 @@ _WHOLE_BYTES = 64 << 20
 _IN_PROCESS = ("memory",)
 # Filesystems whose `pipe_file(mode="create")` is decided by the store (s3fs sends If-None-Match, gcsfs a generation match).
 _STORE_DECIDES = ("s3", "s3a", "gs", "gcs")
+# Views of another file or filesystem, read-only, or of a service that keeps no files.
+_NO_STORES = (
+    *(
+        "async_wrapper",
+        "asynclocal",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "data",
+        "dir",
+        "filecache",
+        "generic",
+        "git",
+    ),
+    *("github", "http", "https", "libarchive", "reference", "simplecache", "tar", "zip"),
+)
 _create_lock = threading.Lock()
 
 
@@ -47,13 +63,15 @@ def open_generic(scheme: str) -> GenericBackend:
         MissingExtraError: the package behind the scheme is not installed.
         ConfigError: the filesystem cannot be opened from a URL alone.
     """
+    if scheme in _NO_STORES:
+        raise ConfigError(f"{scheme}:// is no place to keep runs in", hint="use s3, oss, or a directory", scheme=scheme)
     try:
         filesystem = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
         raise MissingExtraError(
             f"{scheme}:// cannot be opened: {error}", hint="install that package", extra=scheme
         ) from error
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # what a filesystem makes of no options at all is its own affair
         raise ConfigError(
             f"{scheme}:// cannot be opened from a URL alone: {error}", hint="use s3, oss or file"
         ) from error

@@ -21,6 +21,7 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.backends.pace import Pace
 from ckptmgr.backends.wrap import WrappedBackend
 from ckptmgr.core.errors import ThrottledError, TransientBackendError
+from ckptmgr.core.layout import check_unicode
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -269,4 +270,6 @@ class RetryingBackend(WrappedBackend):
         return self.retrier.retries
 
     def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        if not self.capabilities.is_local:
+            check_unicode(path)
         return self.retrier(f"{self.kind} {verb} {path}", call)

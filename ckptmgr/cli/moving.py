@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ckptmgr.core.selectors import Selector
     from ckptmgr.run.resume import Resumed
     from ckptmgr.run.tier import LocalTier
+    from ckptmgr.run.verify import Damage
+
+# Files that a repair names one by one.
+_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ Examples:
   ckptmgr push ./out/checkpoint-500 s3://bucket/exp/run
   ckptmgr push ./out/final s3://bucket/exp/run --step 9000 --metric eval_loss=1.25 --tag best
 
-Exit codes: 0 committed, or already there; 2 wrong usage; 4 the store is unavailable or refuses: repeat the push, which sends only what is
+Of a checkpoint that is there already, with the same bytes, files that the store has lost or damaged are sent again.
+
+Exit codes: 0 committed, or already there; 2 wrong usage, RUN is a local tier or lies in DIR; 4 the store is unavailable or refuses: repeat the push, which sends only what is
 missing; 5 a file changed meanwhile; 7 another process is pushing the same."""
 
 
@@ -322,7 +328,7 @@ def push(
 
     metrics = dict(metric_of(text) for text in metric or ())
     directory = local_directory(directory)
-    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links)
+    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links, url=run_url)
     run = RunDirectory.open_or_create(run_url)
     with Bar() as bar:
         pushed = execute(
@@ -342,12 +348,14 @@ def push(
         warn(
             f"the metrics given were not recorded: {pushed.stem} is there already with metrics {held}, and a manifest is written once"
         )
+    warn_of_repair(pushed.repaired, run.url)
     if as_json:
         emit_json(
             {
                 "id": str(pushed.stem),
                 "step": manifest.step,
                 "existed": pushed.existed,
+                "repaired": [one.file for one in pushed.repaired],
                 "files": len(manifest.files),
                 "size_bytes": manifest.size_bytes,
             }
@@ -355,8 +363,17 @@ def push(
         return
     emit(str(pushed.stem))
     what = "was there already" if pushed.existed else "committed"
+    what += f", {count(len(pushed.repaired), 'file')} of it sent again" if pushed.repaired else ""
     files = count(len(manifest.files), "file")
     say(f"step {manifest.step}, {files}, {size(manifest.size_bytes)}: {what} in {run.url}")
+
+
+def warn_of_repair(damage: Sequence[Damage], where: str) -> None:
+    """Say what the store had lost, or damaged, of something that was committed: it does not do that by itself."""
+    for one in damage[:_NAMED]:
+        warn(f"{one.file} {one.why} in {where}: it was sent again")
+    if len(damage) > _NAMED:
+        warn(f"{len(damage) - _NAMED} more files were missing or damaged, and were sent again")
 
 
 def _differs(metrics: dict[str, float], manifest: Manifest) -> bool:

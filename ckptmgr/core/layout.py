@@ -201,6 +201,17 @@ def check_relative_path(path: str) -> str:
     return path
 
 
+def check_unicode(path: str) -> None:
+    """Raise ConfigError if the name `path` is not UTF-8 on disk (Python holds such bytes as lone surrogates), which no object store can hold."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(
+            f"the name {path!r} is not UTF-8, and no object store can hold it",
+            hint="rename it, or keep it in a run on a disk",
+        ) from exc
+
+
 def check_paths(paths: Iterable[str]) -> None:
     """Refuse a list of files that could not lie beside each other in one directory (duplicates, a file used as a folder).
 

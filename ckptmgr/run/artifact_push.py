@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ from ckptmgr.core.records import AttemptRecord
 from ckptmgr.run import locks
 from ckptmgr.run.artifact_links import Origin, link, origin_of
 from ckptmgr.run.artifacts import Artifact, artifact_url
-from ckptmgr.run.contents import DIGESTING, describe, storable_files
+from ckptmgr.run.contents import DIGESTING, describe, refuse_around, refuse_names, storable_files
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import host_name, new_nonce, new_uuid, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
 from ckptmgr.run.push import journal_root
+from ckptmgr.run.repair import repair
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import claim_attempt
+from ckptmgr.run.verify import Damage
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ def push_artifact(
 ) -> Artifact:
     """Commit a directory, or a single file, as a version of the artifact at `url`; returns after the commit only.
 
-    The same bytes as the latest version are that version: nothing is sent. Files that an earlier version holds unchanged are copied within the store.
+    The same bytes as the latest version are that version: only what the store has lost of it, or damaged, is sent again. Files that an earlier version holds unchanged are copied within the store.
     An interrupted push is taken up by a repeat, under the version that it had, and sends only what is missing.
 
     Args:
@@ -87,7 +90,7 @@ def push_artifact(
     """
     where = artifact_url(url)
     pushed = _Pushed.of(Path(path), follow_links=follow_links)
-    pushed.refuse_target(where)
+    refuse_around(where, pushed.place)
     names = tuple(dict.fromkeys(check_tag(tag) for tag in tags))
     if version is not None:
         check_version(version)
@@ -98,6 +101,7 @@ def push_artifact(
     if origin is not None:
         extra[SOURCE] = encode_source(origin.seen_from(where))
     pushed.read()
+    refuse_names((entry.path for entry in pushed.files), where)
     run = there or RunDirectory.open_or_create(where, kind=KIND)
     journal = Journal(journal_root(run.url), makes_root=True)
     history = run.history()
@@ -113,17 +117,20 @@ def push_artifact(
         extra=extra,
     )
     found = _same(history, pushed.content, version, run)
+    repaired: tuple[Damage, ...] = ()
     if found is None:
         committed = _commit(draft, pushed, run, history, journal, version, described, moved)
     else:
         committed = found
+        repaired = repair(found, pushed.root, run, described=described, moved=moved)
         _end_interrupted(journal, pushed, run)
         _say_what_stays(run, found, draft)
     if origin is not None:
         link(origin, run, committed)
     for tag in names:
         run.tag(tag, committed.stem)
-    return _as_it_is_now(run, committed, history, existed=found is not None)
+    now = _as_it_is_now(run, committed, history)
+    return replace(now, existed=found is not None, repaired=repaired)
 
 
 class _Pushed:
@@ -159,13 +166,6 @@ class _Pushed:
         except ManifestError as exc:
             raise ConfigError(f"no store is given a file with the name {place.name!r}", hint="rename it") from exc
         return cls(place, place.parent, place.name, follow_links=follow_links)
-
-    def refuse_target(self, url: str) -> None:
-        """Raise ConfigError if the artifact at `url` lies in what is pushed: each version would hold all earlier ones."""
-        scheme, _, path = url.partition("://")
-        inside, outside = Path(os.path.realpath(path)), Path(os.path.realpath(self.place))
-        if scheme == "file" and (inside == outside or outside in inside.parents):
-            raise ConfigError(f"{url} lies in {self.place}, which is to be pushed", hint="keep the store elsewhere")
 
     def read(self) -> None:
         """Read every byte.
@@ -368,8 +368,8 @@ def _taken_back(journal: Journal, pushed: _Pushed, run: RunDirectory, version: i
 # --- afterwards -------------------------------------------------------------------------------------------------------------------
 
 
-def _as_it_is_now(run: RunDirectory, committed: Manifest, history: History, *, existed: bool) -> Artifact:
+def _as_it_is_now(run: RunDirectory, committed: Manifest, history: History) -> Artifact:
     """What was pushed, among what others have committed by now."""
     higher = [stem for stem in run.stems() if stem.step > committed.step and stem not in history.closed]
     tags = tuple(sorted(tag for tag, stem in run.tags().items() if stem == committed.stem))
-    return Artifact(url=run.url, manifest=committed, tags=tags, is_latest=not higher, existed=existed)
+    return Artifact(url=run.url, manifest=committed, tags=tags, is_latest=not higher)

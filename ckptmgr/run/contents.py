@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckptmgr.backends.atomic import digest_file
 from ckptmgr.backends.oserrors import translate_os_error
+from ckptmgr.backends.registry import normalize_url
 from ckptmgr.core.errors import ConfigError, ManifestError
 from ckptmgr.core.files import FileEntry, role_of
-from ckptmgr.core.layout import check_relative_path
+from ckptmgr.core.layout import check_relative_path, check_unicode
 
 #: Threads that digest where no training runs beside.
 DIGESTING = 4
@@ -75,6 +76,21 @@ def storable_files(directory: Path, *, follow_links: bool = False) -> Sequence[s
     if not found:
         raise ConfigError(f"{directory} holds no file", hint="give the directory of a checkpoint")
     return sorted(found)
+
+
+def refuse_names(paths: Iterable[str], url: str) -> None:
+    """Raise ConfigError if one of `paths` is the name of a file that the store of `url` cannot hold; a disk holds any."""
+    if not normalize_url(url).startswith("file://"):
+        for path in paths:
+            check_unicode(path)
+
+
+def refuse_around(url: str, place: Path) -> None:
+    """Raise ConfigError if the run or artifact at `url` lies in what is pushed: each push would hold all earlier ones."""
+    scheme, _, path = url.partition("://")
+    inside, outside = Path(os.path.realpath(path)), Path(os.path.realpath(place))
+    if scheme == "file" and (inside == outside or outside in inside.parents):
+        raise ConfigError(f"{url} lies in {place}, which is to be pushed", hint="keep the store elsewhere")
 
 
 def _leads_out(path: Path, directory: Path) -> bool:

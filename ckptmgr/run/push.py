@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from ckptmgr.backends.registry import normalize_url
 from ckptmgr.core.errors import ConfigError, ConflictError
 from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest, content_id
 from ckptmgr.core.protocol import Committed
 from ckptmgr.run import locks
-from ckptmgr.run.contents import DIGESTING, describe, storable_files
+from ckptmgr.run.contents import DIGESTING, describe, refuse_around, refuse_names, storable_files
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import host_name, new_nonce, state_dir, utc_stamp
 from ckptmgr.run.journal import Journal, UploadEntry
+from ckptmgr.run.repair import repair
 from ckptmgr.run.replicate import abort_multiparts, replicate
 from ckptmgr.run.start import joined_attempt
-from ckptmgr.run.tier import next_seq
+from ckptmgr.run.tier import LocalTier, next_seq
+from ckptmgr.run.verify import Damage
 
 # In how many of the newest checkpoints a file is looked for that need not be sent again.
 _LOOKED_AT = 3
@@ -29,11 +32,12 @@ _LOOKED_AT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What a push did: `stem` in the store, and whether it was there before."""
+    """What a push did: `stem` in the store, whether it was there before, and what the store had lost or damaged of it and was sent again."""
 
     stem: Stem
     manifest: Manifest
     existed: bool
+    repaired: tuple[Damage, ...] = ()
 
 
 def journal_root(run_url: str) -> Path:
@@ -66,18 +70,27 @@ def step_of(directory: Path, given: int | None) -> int:
     )
 
 
-def check_pushable(directory: Path, *, step: int | None, tag: str | None, follow_links: bool = False) -> int:
+def check_pushable(directory: Path, *, step: int | None, tag: str | None, follow_links: bool = False, url: str) -> int:
     """Refuse what can be refused before a store is opened or a byte is read; returns the step.
 
     Raises:
-        ConfigError: `directory` is none, is empty, holds what cannot be stored, its step is unknown, or the tag is malformed.
+        ConfigError: `directory` is none, is empty, holds what cannot be stored at `url`, its step is unknown, or the tag is malformed;
+            or the run lies in it, or is a local tier.
     """
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory} {what}", hint="give the directory of a checkpoint")
     if tag is not None:
         tag_key(tag)
-    storable_files(directory, follow_links=follow_links)
+    url = normalize_url(url)
+    refuse_around(url, directory)
+    scheme, _, place = url.partition("://")
+    if scheme == "file" and LocalTier.is_at(place):
+        raise ConfigError(
+            f"{place} is a local tier, the queue of a training's own uploads, and nothing is pushed into it",
+            hint="give the run in the store",
+        )
+    refuse_names(storable_files(directory, follow_links=follow_links), url)
     return step_of(Path(os.path.abspath(directory)), step)
 
 
@@ -96,7 +109,8 @@ def push(
 ) -> Pushed:
     """Commit the files of `directory` as a checkpoint of `run`; returns after the commit only.
 
-    The same step with the same bytes is the existing checkpoint; the same step with other bytes a further save. An interrupted push leaves
+    The same step with the same bytes is the existing checkpoint, of which only what the store has lost or damaged is sent again (`repair`); the same
+    step with other bytes is a further save. An interrupted push leaves
     its journal behind; repeating it sends only what is missing.
 
     Args:
@@ -108,7 +122,7 @@ def push(
         SourceChangedError: a file changed or vanished meanwhile; no manifest was written, what was sent is kept for the repeat.
         BackendError: the store failed; the journal's entry stays pending.
     """
-    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links)
+    at = check_pushable(directory, step=step, tag=tag, follow_links=follow_links, url=run.url)
     directory = Path(os.path.abspath(directory))
     journal = journal or Journal(journal_root(run.url), makes_root=True)
     files = describe(directory, workers=DIGESTING, follow_links=follow_links)
@@ -123,9 +137,10 @@ def push(
         if earlier is not None:
             abort_multiparts(earlier, run)
             journal.forget(earlier.stem)  # its commit was in time, only the answer was lost
+        repaired = repair(existing, directory, run, described=described, moved=moved)
         if tag is not None:
             run.tag(tag, existing.stem)
-        return Pushed(stem=existing.stem, manifest=existing, existed=True)
+        return Pushed(stem=existing.stem, manifest=existing, existed=True, repaired=repaired)
     stem = Stem(attempt, at, next_seq([*history.manifests, *history.broken, *history.closed], attempt), new_nonce())
     entry = earlier or UploadEntry(stem=stem, remote=stem, target=run.url, source=str(directory), content=content)
     manifest = Manifest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,8 @@ def test_sample_that_is_no_percentage(cli_here: Cli, share: str) -> None:
         ("s3://key:topsecret@bucket/run", "must not carry credentials"),
         ("s3://key:top/secret@bucket/run", "must not carry credentials"),
         ("oss://bucket/run?Signature=topsecret", "must not carry a query"),
+        ("dir://x", "dir:// is no place to keep runs in"),
+        ("zip://x.zip", "zip:// is no place to keep runs in"),
         ("", "must not be empty"),
     ],
 )
@@ -118,6 +121,24 @@ def test_url_that_cannot_be_meant(
         assert "secret" not in result.stderr
         assert len(result.stderr) < 300
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["local", "s3", "oss"])
+def test_names_that_are_not_utf8(make_store: MakeStore, cli_here: Cli, tmp_path: Path, kind: str) -> None:
+    """A disk keeps a file of any name; for an object store it is refused before anything is sent, and so is such a run."""
+    store = make_store(kind)
+    odd = tmp_path / "checkpoint-1" / os.fsdecode(b"bad\xff")
+    odd.parent.mkdir()
+    odd.write_bytes(b"1")
+    for words in (["push", odd.parent, f"{store.url}/run"], ["artifact", "push", odd.parent, f"{store.url}/a"]):
+        result = cli_here(*words)
+        if kind == "local":
+            assert result.returncode == 0, result.stderr
+        else:
+            refused(result, 2, "is not UTF-8", "rename it")
+    if kind != "local":
+        assert store.keys() == []
+        refused(cli_here("ls", f"{store.url}/{odd.name}"), 2, "is not UTF-8")
 
 
 @pytest.mark.parametrize(
