@@ -10,7 +10,7 @@ import typer
 from ckptmgr.cli.artifact_output import artifact_json, emit_store, emit_versions, metrics_text, row_json
 from ckptmgr.cli.command import Command, Group, local_directory
 from ckptmgr.cli.looking import Json
-from ckptmgr.cli.moving import Bar, FollowLinks, metric_of
+from ckptmgr.cli.moving import Bar, FollowLinks, metric_of, warn_of_repair
 from ckptmgr.cli.output import count, emit, emit_json, say, size, warn, when
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
@@ -120,11 +120,14 @@ def push(
             described=lambda manifest: bar.started(manifest, "local"),
             moved=bar.moved,
         )
+    warn_of_repair(pushed.repaired, pushed.url)
     if as_json:
-        emit_json({**artifact_json(pushed), "existed": pushed.existed})
+        repaired = [one.file for one in pushed.repaired]
+        emit_json({**artifact_json(pushed), "existed": pushed.existed, "repaired": repaired})
         return
     emit(pushed.reference)
     what = "was there already, with the same bytes" if pushed.existed else "committed"
+    what += f", and {count(len(pushed.repaired), 'file')} of it sent again," if pushed.repaired else ""
     later = "" if pushed.is_latest else "; it is not the latest version"
     files = count(len(pushed.manifest.files), "file")
     say(f"v{pushed.version}, {files}, {size(pushed.manifest.size_bytes)}: {what} in {pushed.url}{later}")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.backends.registry import normalize_url
 from ckptmgr.core.artifacts import (
@@ -32,6 +32,9 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.pull import pull
 from ckptmgr.run.resume import Progress
 
+if TYPE_CHECKING:
+    from ckptmgr.run.verify import Damage
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +47,8 @@ class Artifact:
         manifest: its files, metrics and what else is recorded of this version.
         tags: the tags that pointed to it when it was looked at.
         is_latest: whether it was the highest committed version then.
-        existed: of a push: nothing was sent, for this version holds the same bytes.
+        existed: of a push: this version holds the same bytes already.
+        repaired: of a push of what existed: what was missing or damaged in the store, and was sent again.
     """
 
     url: str
@@ -52,6 +56,7 @@ class Artifact:
     tags: tuple[str, ...] = ()
     is_latest: bool = False
     existed: bool = False
+    repaired: tuple[Damage, ...] = ()
 
     @property
     def name(self) -> str:

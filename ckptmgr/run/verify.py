@@ -43,11 +43,16 @@ Job = tuple[Stem, FileEntry]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with one checkpoint: `file`, relative to it (or its manifest's key), `why`."""
+    """One thing that is wrong with one checkpoint: `file`, relative to it (or its manifest's key), `why`.
+
+    Attributes:
+        is_suspected: only a reading of the file tells whether it is damaged.
+    """
 
     stem: Stem
     file: str
     why: str
+    is_suspected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ def verify_run(
     moved: Callable[[int], object] = lambda count: None,
     beside: Callable[[Stem, list[str]], object] = lambda stem, files: None,
     sized: Callable[[Stem, str], object] = lambda stem, path: None,
+    suspects: bool = False,
 ) -> list[Damage]:
     """Check each of `stems`; returns everything that is wrong, in their order. One that is pruned meanwhile is passed over.
 
@@ -84,6 +90,8 @@ def verify_run(
         beside: called with the files that lie under a checkpoint and are not named by its manifest: a note, not damage.
         sized: called, from any thread, with each file that is there in its size and of which no more was compared: it was not to be read, and the
             store keeps no checksum of it.
+        suspects: name those of them whose checkpoint has files of which the store does keep one: something else may have written them. Not for who
+            acts on the answer without a person: a tool that copies a bucket may lose the checksums of large objects alone.
 
     Raises:
         BackendError: the store could not be asked; nothing is called damaged because of that (I7). What was found before is in `damage`.
@@ -113,6 +121,8 @@ def verify_run(
                 found.extend(problems)
             elif not problems and depth.is_full:
                 notes.forget(run.url, stem)
+            if suspects:
+                found.extend(checks.suspected(stem))
     except BackendError as error:
         error.__dict__.update(damage=tuple(found))
         raise
@@ -131,6 +141,12 @@ def damage_of(run: RunDirectory, manifest: Manifest) -> list[Damage]:
     """What the store itself reports as wrong with one checkpoint, without a download; what prune asks before it deletes (I8)."""
     history = History(run_uuid=run.uuid, manifests={manifest.stem: manifest})
     return verify_run(run, history, [manifest.stem], Depth(quick=True))
+
+
+def damage_now(run: RunDirectory, manifest: Manifest) -> list[Damage]:
+    """As `damage_of`; one that this machine has seen to be damaged is read in full instead, for a checksum or a size need not tell."""
+    depth = Depth(quick=not notes.noted(run.url, [manifest.stem]))
+    return verify_run(run, History(run_uuid=run.uuid, manifests={manifest.stem: manifest}), [manifest.stem], depth)
 
 
 def noted_damage(run: RunDirectory, manifest: Manifest) -> list[Damage]:
@@ -212,6 +228,15 @@ class _Checks:
         self._blocks = ThreadPoolExecutor(max_workers=_BLOCKS, thread_name_prefix="ckptmgr-block")
         self._room = threading.Semaphore(_BLOCKS)
         self._ended = threading.Event()
+        self._summed: set[Stem] = set()
+        self._unsummed: dict[Stem, list[str]] = {}
+
+    def suspected(self, stem: Stem) -> list[Damage]:
+        """Files of `stem`, all of which were checked, without a checksum in the store that keeps one of others."""
+        kind = self._run.fs.capabilities.stored_crc
+        why = f"has no {kind} in the store, which keeps one of other files of this checkpoint"
+        files = self._unsummed.pop(stem, []) if stem in self._summed else []
+        return [Damage(stem=stem, file=path, why=why, is_suspected=True) for path in sorted(files)]
 
     def outcomes(self, jobs: Iterable[Job]) -> Iterator[str | None]:
         """What is wrong with the file of each job, None if nothing is. The first failure of the store ends it."""
@@ -268,7 +293,10 @@ class _Checks:
             return "is missing"
         if stored is None:
             self._sized(stem, entry.path)
+            if expected is not None:
+                self._unsummed.setdefault(stem, []).append(entry.path)
             return None
+        self._summed.add(stem)
         return None if stored == (kind, expected) else f"has the {kind} {stored[1]} instead of {expected}"
 
     def _read_problem(self, key: str, entry: FileEntry) -> str | None:

@@ -34,7 +34,7 @@ def test_push_as_json(store: Store, cli_here: Cli, make_checkpoint: MakeCheckpoi
     assert (pushed.returncode, pushed.stderr) == (0, "")
     document = json.loads(pushed.stdout)
     stem = document.pop("id")
-    assert document == {"step": 100, "existed": False, "files": 3, "size_bytes": 2004}
+    assert document == {"step": 100, "existed": False, "repaired": [], "files": 3, "size_bytes": 2004}
     assert stem.startswith("000001-000000000100-000001-")
     assert store.snapshot("run/checkpoints/") == {
         f"run/checkpoints/{stem}/{name}": data for name, data in files.items()
