@@ -9,6 +9,8 @@ does nothing by itself, and `register()` is for a plugin of your own that brings
 Facts of ms-swift 4.6 that this goes by:
 - The plugin's folder comes first on `sys.path`: it is one of its own, because the modules beside it have names such as `accelerate`.
 - A callback is made as `callbacks_map[name](args, trainer)` before the Trainer's own `__init__`: the trainer is an empty shell then.
+- A training that is resumed in the middle of an epoch gets another loader (`get_train_dataloader(skip_batches=…)`), where accelerate would take the parts of
+  the first one, which are watched.
 - The root logger has no handler, so that nothing of ours below a warning would be seen.
 - With `--use_flash_ckpt true` (DLRover) `on_save` comes while another process still writes the files, or after they were given up and deleted: such saves
   cannot be taken, and the training is not begun.
@@ -73,6 +75,7 @@ def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
             made = make()
             if isinstance(made, CallbackManager):
                 _refuse_flash(made, args)
+                _keep_watched(trainer)
             return made
         except ConfigError as error:
             if os.environ.get("RANK", "0") == "0":
@@ -88,6 +91,26 @@ def _refuse_flash(callbacks: CallbackManager, args: Any) -> None:
             "--use_flash_ckpt: checkpoints are written after ms-swift has said that they are there, and cannot be taken",
             hint="leave it out: ckptmgr uploads in the background, too",
         )
+
+
+def _keep_watched(trainer: Any) -> None:
+    """Have the loader of a resumed epoch take its batches, and what makes them, from the first loader: as accelerate would."""
+    make = getattr(trainer, "get_train_dataloader", None)
+    first: list[Any] = []
+
+    def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+        assert make is not None
+        loader = make(*args, **kwargs)
+        skipping: Any = getattr(loader, "batch_sampler", None)
+        if not kwargs.get("skip_batches"):
+            first[:] = [loader]
+        elif first and type(loader) is type(first[0]) and hasattr(skipping, "batch_sampler"):
+            skipping.batch_sampler = first[0].batch_sampler
+            loader.collate_fn = first[0].collate_fn
+        return loader
+
+    if make is not None:
+        trainer.get_train_dataloader = get_train_dataloader
 
 
 def _show_log() -> None:

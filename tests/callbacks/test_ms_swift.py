@@ -41,8 +41,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
-    def by_name(name: str, args: Any = ARGS) -> Any:
-        return known[name](args, object())
+    def by_name(name: str, args: Any = ARGS, trainer: Any = None) -> Any:
+        return known[name](args, trainer)
 
     by_name.known = known  # type: ignore[attr-defined]
     log = logging.getLogger("ckptmgr")
@@ -168,6 +168,26 @@ def test_a_save_that_was_deleted_is_passed_over(
     assert callback.failures == 1
     assert "the Trainer has saved step 4, but" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_the_watched_parts_stay_in_the_loader(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift makes another loader to skip batches: it passes over those of the first one, which is watched since `on_train_begin`."""
+
+    class Loader:
+        def __init__(self, skip_batches: int = 0) -> None:
+            own = object()
+            self.batch_sampler: Any = SimpleNamespace(batch_sampler=own, skip=skip_batches) if skip_batches else own
+            self.collate_fn = object()
+
+    monkeypatch.setenv("CKPTMGR_RUN", f"{tmp_path}/store/run")
+    trainer = SimpleNamespace(get_train_dataloader=Loader)
+    assert isinstance(make("ckptmgr", ARGS, trainer), CallbackManager)
+    first = trainer.get_train_dataloader()
+    first.batch_sampler, first.collate_fn = object(), object()  # watched
+    second = trainer.get_train_dataloader(skip_batches=3)
+    assert second.batch_sampler.batch_sampler is first.batch_sampler
+    assert second.collate_fn is first.collate_fn
+    assert second.batch_sampler.skip == 3
 
 
 def test_what_callbacks_say_is_shown(

@@ -1,4 +1,4 @@
-"""A user's ms-swift plugin for tests: a journal of every step, and a signal to the trainer at one of them. As JOURNAL, SEND and WHEN say.
+"""A user's ms-swift plugin for tests: a journal of every step, and a signal to the trainer at one of them, or its end. As JOURNAL, SEND, WHEN and STOP say.
 
 --external_plugins swift_journal.py --callbacks journal interrupt
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from swift.callbacks import callbacks_map  # type: ignore[import-not-found, unused-ignore]
 
-from ckptmgr.callbacks import CallbackManager
+from ckptmgr.callbacks import Callback, CallbackManager
 
 _spec = importlib.util.spec_from_file_location("ckptmgr_test_train_hf", Path(__file__).with_name("train_hf.py"))
 assert _spec is not None
@@ -37,5 +37,12 @@ class Interrupt(hf.Interrupt):  # type: ignore[misc, unused-ignore]
         self.manager = next(managers, None)
 
 
+class Stop(Callback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == int(os.environ.get("STOP", "0")):
+            control.should_training_stop = True
+
+
 callbacks_map["journal"] = lambda args, trainer: hf.Journal(Path(os.environ["JOURNAL"]))
 callbacks_map["interrupt"] = lambda args, trainer: Interrupt(trainer)
+callbacks_map["stop"] = lambda args, trainer: Stop()

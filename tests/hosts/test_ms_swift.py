@@ -114,6 +114,7 @@ def start(launch: Start, assets: Path, plugin: str, tmp_path: Path) -> Start:
             *callbacks,
             "journal",
             "interrupt",
+            "stop",
         ]
         return launch([str(word) for word in (*command, *options)], journal, {**own, **env})
 
@@ -144,3 +145,31 @@ def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, 
     assert {name for name in whole.facts if int(name.split()[0]) > 10} <= second.facts.keys()
     assert saved(url)[20] == ("every_n_steps:5", "train_end")
     assert len((tmp_path / "logs/log.jsonl").read_text().splitlines()) > 20
+
+
+def test_ended_by_a_callback(make_store: Callable[[str], Store], tmp_path: Path, start: Start) -> None:
+    """In the middle of an epoch; resumed, it runs no step."""
+    url = f"{make_store('local').url}/run"
+    env = {"CKPTMGR_RUN": url, "CKPTMGR_LOCAL_DIR": str(tmp_path / "disk")}
+    first = start("out", **env, STOP="8")
+    assert (first.code, first.steps[-1:]) == (0, [8]), first.log
+    assert saved(url)[8] == ("train_end",)
+    again = start("out", "--resume_from_checkpoint", tmp_path / "out/checkpoint-8", **env)
+    assert (again.code, again.steps) == (0, []), again.log
+    assert "already stopped (a callback)" in again.log
+
+
+def test_sigterm(make_store: Callable[[str], Store], tmp_path: Path, start: Start) -> None:
+    """`python -m swift.cli.sft` saves, and ends with 143."""
+    url = f"{make_store('local').url}/run"
+    ended = start("out", CKPTMGR_RUN=url, CKPTMGR_LOCAL_DIR=str(tmp_path / "disk"), SEND="SIGTERM", WHEN="8")
+    assert (ended.code, ended.steps[-1:]) == (143, [8]), ended.log
+    assert saved(url)[8] == ("sigterm",)
+
+
+def test_a_mistake_ends_it_before_training(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "ckptmgr.yaml").write_text("callbacks: [LossMonitor]")
+    ended = start("out")
+    assert (ended.code, ended.steps) == (2, []), ended.log
+    (line,) = (line for line in ended.log.splitlines() if line.startswith("ckptmgr: error: "))
+    assert "LossMonitorCallback" in line
