@@ -29,7 +29,9 @@ Examples:
   ckptmgr verify s3://bucket/exp/run latest
   ckptmgr verify ./run/checkpoint-500              a directory made by resume
 
-Exit codes: 0 no damage; 3 nothing there; 4 the store could not be asked; 5 damage, each piece named."""
+Exit codes: 0 no damage; 3 nothing there; 4 the store could not be asked;
+5 damage, each piece named; with --quick also a file without the checksum
+that the store keeps of the checkpoint's others."""
 
 
 def register(app: typer.Typer) -> None:
@@ -90,22 +92,35 @@ def verify(
     try:
         with progress("verifying", 0 if quick else total) as moved:
             damage = verify_run(
-                run, history, stems, depth, moved=moved, beside=_note, sized=lambda *file: sized.append(file)
+                run,
+                history,
+                stems,
+                depth,
+                moved=moved,
+                beside=_note,
+                sized=lambda *file: sized.append(file),
+                suspects=True,
             )
     except BackendError as error:
         for item in getattr(error, "damage", ()):
             warn(f"{item.stem} is damaged: {item.file} {item.why}")
         raise
     files = sum(len(history.manifests[stem].files) for stem in stems if stem in history.manifests)
-    _emit_damage(len(stems), damage, as_json=as_json, where=run.url, depth=_compared(len(sized), files))
+    _emit_damage(
+        len(stems),
+        damage,
+        as_json=as_json,
+        where=run.url,
+        depth=_compared(len(sized), files),
+        by_size_only=None if depth.is_full else len(sized),
+    )
 
 
 def _compared(sized: int, files: int) -> str:
     """What the reader must know of a check that found `sized` of so many files only to be there, in their size."""
     if not sized:
         return ""
-    what = "sizes only" if sized == files else f"{sized} of {count(files, 'file')} by size only"
-    return f" ({what}: this store keeps no checksum{'s' if sized == files else ' of them'})"
+    return f" ({sized} of {count(files, 'file')} by size only: the store keeps no checksum of {'it' if sized == 1 else 'them'})"
 
 
 def _note(stem: Stem, files: list[str]) -> None:
@@ -134,10 +149,19 @@ def _share(text: str) -> float:
     return percent / 100
 
 
-def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: str, depth: str = "") -> None:
+def _emit_damage(
+    checked: int,
+    damage: list[Damage],
+    *,
+    as_json: bool,
+    where: str,
+    depth: str = "",
+    by_size_only: int | None = None,
+) -> None:
     if as_json:
         found = [{"id": str(item.stem), "step": item.stem.step, "file": item.file, "why": item.why} for item in damage]
-        emit_json({"checked": checked, "damaged": found})
+        only = {} if by_size_only is None else {"by_size_only": by_size_only}
+        emit_json({"checked": checked, "damaged": found, **only})
     elif not damage:
         emit(f"{where}: {count(checked, 'checkpoint')} checked, no damage{depth}")
     else:
@@ -150,6 +174,12 @@ def _emit_damage(checked: int, damage: list[Damage], *, as_json: bool, where: st
         for item in damage:
             table.add(str(item.stem.step), item.file, item.why, str(item.stem))
         show_table(table)
+    if damage and all(item.is_suspected for item in damage):
+        fail(
+            f"{where}: {count(len(damage), 'file')} may be damaged: something wrote {'it' if len(damage) == 1 else 'them'} without the checksum - "
+            "`ckptmgr verify` without --quick reads every byte and tells"
+        )
+        raise typer.Exit(5)
     if damage:
         hurt = {item.stem for item in damage}
         fail(

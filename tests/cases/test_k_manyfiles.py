@@ -89,7 +89,7 @@ def check_pages(store: Store, ask: Ask, tree: Tree, to: Path, *, top: int, below
     assert len(fs.find(store.at(prefix))) == top + below
     (row,) = ask("ls", run, "--check")["checkpoints"]
     assert (row["files"], row["state"]) == (top + below, "committed")
-    assert ask("verify", run, "--quick") == {"checked": 1, "damaged": []}
+    assert ask("verify", run, "--quick")["damaged"] == []
     got = Path(ask("resume", run, "--to", to)["path"])  # verifies each
     found = {path.relative_to(got).as_posix(): path.read_bytes() for path in got.rglob("*") if path.is_file()}
     assert found == files

@@ -35,7 +35,7 @@ MakeCheckpoint = Callable[..., Path]
 def damage_in(result: Result, *, checked: int) -> list[tuple[str, int, str]]:
     """The (id, step, file) of everything that `verify --json` calls damaged; the exit code and the shape are asserted."""
     document: dict[str, Any] = json.loads(result.stdout)
-    assert document.keys() == {"checked", "damaged"}
+    assert document.keys() - {"by_size_only"} == {"checked", "damaged"}
     assert document["checked"] == checked
     assert result.returncode == (5 if document["damaged"] else 0), result.stderr
     for item in document["damaged"]:
@@ -117,8 +117,27 @@ def test_quick_says_what_it_could_not_compare(store: Store, push_steps: PushStep
     """Where the store keeps no checksum, quick has seen sizes only, and the reader must not take that for more."""
     push_steps(f"{store.url}/run", 100)
     told = cli_here("verify", f"{store.url}/run", "--quick").stdout
-    assert ("sizes only: this store keeps no checksums" in told) is (store.name == "local")
+    assert ("(2 of 2 files by size only: the store keeps no checksum of them)" in told) is (store.name == "local")
     assert "size" not in cli_here("verify", f"{store.url}/run").stdout
+    document = json.loads(cli_here("verify", f"{store.url}/run", "--quick", "--json").stdout)
+    assert document["by_size_only"] == (2 if store.name == "local" else 0)
+
+
+def test_quick_names_what_something_else_wrote(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
+    """An object of the right size without the checksum that its neighbours have is no proof of damage, and is not passed over."""
+    store = make_store("s3")
+    (stem,) = push_steps(f"{store.url}/run", 100)
+    key = f"run/checkpoints/{stem}/model.bin"
+    before = store.get(key)
+    store.put(key, bytes(len(before)))
+    result = cli_here("verify", f"{store.url}/run", "--quick", "--json")
+    assert damage_in(result, checked=1) == [(stem, 100, "model.bin")]
+    assert json.loads(result.stdout)["by_size_only"] == 1
+    assert "1 file may be damaged" in result.stderr
+    store.put(key, before)  # as it was: only a reading tells
+    assert cli_here("verify", f"{store.url}/run", "--quick").returncode == 5
+    assert cli_here("verify", f"{store.url}/run").returncode == 0
+    assert cli_here("ls", f"{store.url}/run", "--check").returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["moto", "oss"])
