@@ -7,10 +7,11 @@ Facts of transformers 5.19 and 5.24 with accelerate 1.15 that this goes by:
   user's) and the seeds of workers are drawn from the main generator when the iterator is made; the random states of the checkpoint are set after that.
 - They are set when the first step's batches have been loaded, while the uninterrupted run loaded all but one of these after that moment: one batch
   is always in hand (accelerate looks whether the loader has ended). So a dataset that draws from the main generators goes on differently.
+- Generators that the loader or its sampler owns are not saved: in a new process they begin with their seed.
 
 What is missing is kept in the `trainer_state.json`: the random states at the epoch's start, right before the batch in hand was loaded, and at the save;
-and the state of an iterable dataset that has one (`state_dict`, as those of the `datasets` library) before the batch in hand, with which it need not be
-run through.
+the states of the loader's own generators at the epoch's start, from where all that it draws is drawn again, or after its end; and the state of an iterable
+dataset that has one (`state_dict`, as those of the `datasets` library) before the batch in hand, with which it need not be run through.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
-from ckptmgr.callbacks.huggingface_rng import CpuRng
+from ckptmgr.callbacks.huggingface_rng import CpuRng, own_states, set_own_states
 from ckptmgr.training.dataset_facts import length_of
 from ckptmgr.training.ranks import world_size
 
@@ -47,11 +48,13 @@ class TrainingData:
     """
 
     def __init__(self, loader: Any, args: Any, *, step: int, saved: Mapping[str, Any] | None) -> None:
+        self._base: Any = getattr(loader, "base_dataloader", loader)
         self._watch = LoaderWatch(loader)
         self._length = length_of(loader)
         self._epoch, self._skipped = _place(self._length, args, step)
         self._begins = True
         self._epoch_rng: CpuRng | None = None
+        self._epoch_own: list[str] = []
         self._saved: Mapping[str, Any] = {}
         self._expected: Mapping[str, Any] | None = None
         self._edge_rng: CpuRng | None = None
@@ -79,6 +82,7 @@ class TrainingData:
             self._begin_epoch()
             return
         self._begins = False
+        self._set_own("edge_own" if self._ended_before else "epoch_own")
         if not self._saved:
             self._begin_epoch()
         elif self._skipped and self._ended_before:
@@ -130,7 +134,7 @@ class TrainingData:
         """
         document: dict[str, Any] = {"version": VERSION, "epoch": self._epoch}
         if self._epoch_rng is not None:
-            document["epoch_rng"] = self._epoch_rng.as_document()
+            document |= {"epoch_rng": self._epoch_rng.as_document(), "epoch_own": self._epoch_own}
         if not at_edge:
             return document
         used, over = self._watch.used, self._is_over
@@ -141,6 +145,8 @@ class TrainingData:
         }
         if world_size() == 1:
             document["edge_rng"] = CpuRng.now().as_document()
+            if over:
+                document["edge_own"] = own_states(self._base)
             load_rng = None if over else self._watch.load_rng()
             if load_rng is not None:
                 document["load_rng"] = load_rng.as_document()
@@ -174,6 +180,7 @@ class TrainingData:
     def _begin_epoch(self) -> None:
         # Of other ranks nothing is known that could be saved here.
         self._epoch_rng = CpuRng.now() if world_size() == 1 else None
+        self._epoch_own = own_states(self._base)
         self._watch.begin_epoch(0)
 
     def _come_back(self, saved: Mapping[str, Any] | None, step: int, anew: bool) -> None:
@@ -186,7 +193,7 @@ class TrainingData:
         elif saved is None or not known or saved.get("step") != step:
             self.proof = "none: the checkpoint does not tell the batch after it"
             if saved is not None and known and saved.get("epoch") == self._epoch and self._skipped:
-                self._saved = {name: saved[name] for name in ("epoch_rng",) if name in saved}
+                self._saved = {name: saved[name] for name in ("epoch_rng", "epoch_own") if name in saved}
         else:
             self._take_up(saved)
 
@@ -207,6 +214,20 @@ class TrainingData:
             self._expected = expected
         else:
             self.proof = "none: the epoch ended with the checkpoint"
+
+    def _set_own(self, name: str) -> None:
+        """Set the loader's own generators to what they were at the start of the epoch that begins, and note that."""
+        states = self._saved.get(name, []) if world_size() == 1 else []
+        if not states:
+            self._epoch_own = own_states(self._base)
+            return
+        self._epoch_own = states
+        try:
+            set_own_states(self._base, states)
+        except (ValueError, TypeError, RuntimeError) as error:
+            _log.warning(
+                "the loader's own random generators are not those of the checkpoint, and are not set: %s", error
+            )
 
     def _rng_in(self, name: str) -> CpuRng | None:
         document = self._saved.get(name)

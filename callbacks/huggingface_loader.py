@@ -106,7 +106,9 @@ class LoaderWatch:
         self._start = state
         self._is_way_back = not (first_rng is None and second_rng is None and state is None)
         self._ended = False
-        # Of the last micro-batch, right after it was loaded; in the epoch of a resume only.
+        # The micro-batch that was in hand at the save; -1 if none was. The uninterrupted run had loaded it before, and only the ones after it since.
+        self._in_hand = skipped if second_rng is not None else -1
+        # Right after what was loaded since the save; None if that is nothing, and in every epoch but that of a resume.
         self.loaded_rng: CpuRng | None = None
 
     @property
@@ -190,12 +192,15 @@ class LoaderWatch:
         self._loaded_count += 1
         if number >= self._used:
             self._batches[number] = batch
-            if self._is_way_back:
+            if self._is_way_back and number != self._in_hand:
                 self.loaded_rng = CpuRng.now()
 
+    @_harmless
     def no_more(self) -> None:
         """An iterable dataset has come to its end."""
         self._ended = True
+        if self._is_way_back and self._loaded_count > self._in_hand:
+            self.loaded_rng = CpuRng.now()
 
     def take_start(self) -> tuple[int, Any]:
         """How many micro-batches an iterable dataset is to pass over without loading them, and its state after them; (0, None) if none. Once."""
@@ -255,6 +260,9 @@ class _WatchedDataset(IterableDataset[Any]):
             yield from islice(cycle(first), passed * self._batch_size)
             loaded.go_back()
             yield from first
+            if len(first) < self._batch_size:
+                self._watch.no_more()
+                return
             passed += 1
         for number in count(passed):
             self._watch.asked_for(number, None)

@@ -1,4 +1,4 @@
-"""The random states that loading data draws from, as one JSON value: it has a place in Hugging Face's `trainer_state.json`."""
+"""The random states that loading data draws from, as JSON values: they have a place in Hugging Face's `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import base64
 import random
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ckptmgr.training.random_sources import generators
 
 _WORD = "I"  # 32 bits, as Python's and NumPy's Mersenne twisters have them
 
@@ -61,13 +63,31 @@ class CpuRng:
         if document.get("numpy") is not None:
             kind, keys, *rest = document["numpy"]
             numpy = (kind, _words(keys), *rest)
-        cpu = torch.frombuffer(bytearray(base64.b64decode(document["cpu"])), dtype=torch.uint8)
-        return cls((version, tuple(_words(words)), gauss), numpy, cpu)
+        return cls((version, tuple(_words(words)), gauss), numpy, _tensor(document["cpu"]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CpuRng) and self.as_document() == other.as_document()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def own_states(loader: Any) -> list[str]:
+    """The states of the generators that `loader` and its samplers own, as JSON values of about 7 kB each."""
+    return [_text(generator.get_state().numpy()) for generator in generators(loader)]
+
+
+def set_own_states(loader: Any, states: Sequence[str]) -> None:
+    """Set them to what `own_states` returned.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: it is not that, or the loader has another number of them.
+    """
+    for generator, state in zip(generators(loader), states, strict=True):
+        generator.set_state(_tensor(state))
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _text(data: Any) -> str:

@@ -112,17 +112,17 @@ def crash(event: str, step: int, *, after: int = 1) -> Any:
 class Rows:
     """A map-style dataset that counts what it is asked for; with `noise`, one that draws from the main generators."""
 
-    def __init__(self, *, noise: bool = False, lengths: bool = False) -> None:
+    def __init__(self, *, rows: int = ROWS, noise: bool = False, lengths: bool = False) -> None:
         import torch
 
         generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(0, 32, (ROWS, 8), generator=generator)
-        self.lengths = [4 + row % 5 for row in range(ROWS)] if lengths else [8] * ROWS
+        self.tokens = torch.randint(0, 32, (rows, 8), generator=generator)
+        self.lengths = [4 + row % 5 for row in range(rows)] if lengths else [8] * rows
         self.noise = noise
         self.asked: list[int] = []
 
     def __len__(self) -> int:
-        return ROWS
+        return len(self.tokens)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         self.asked.append(row)
@@ -157,10 +157,14 @@ class Trainings:
         *callbacks: Any,
         also: tuple[Any, ...] = (),
         save_every: int | None = 1,
-        resume: bool = False,
+        resume: bool | int = False,
         out: str = "out",
     ) -> Watched:
-        """Train until the end, or with `callbacks` until a Crash; without `save_every`, without anything of ours."""
+        """Train until the end, or with `callbacks` until a Crash; without `save_every`, without anything of ours.
+
+        Args:
+            resume: from the newest checkpoint, or from that of a step.
+        """
         import torch
         from transformers import (  # type: ignore[import-not-found, unused-ignore]
             LlamaConfig,
@@ -219,8 +223,11 @@ class Trainings:
             callbacks=[*ours, watched, *also, *callbacks],
         )
         self.change(trainer)
+        path = None
+        if manager is not None and resume is not False:
+            path = manager.resume_path("latest" if resume is True else str(resume))
         try:
-            trainer.train(resume_from_checkpoint=manager.resume_path() if manager is not None and resume else None)
+            trainer.train(resume_from_checkpoint=path)
         except Crash:
             # What is on the disk is what a dead process would have left: the save is committed before the next step.
             assert manager is not None
@@ -235,17 +242,19 @@ class Trainings:
         return {name: Rows().tokens[row] for name in ("input_ids", "labels")}
 
 
-def assert_exact(whole: Watched, resumed: Watched, first: int) -> None:
+def assert_exact(whole: Watched, resumed: Watched, first: int, last: int = STEPS) -> None:
     """`resumed` began with step `first`, and all it computed until the end is what the uninterrupted run computed."""
     steps = sorted({int(name.split()[0]) for name in resumed.facts if name.endswith("weights")})
-    assert steps == list(range(first, STEPS + 1))
+    assert steps == list(range(first, last + 1))
     differing = {name: value for name, value in resumed.facts.items() if whole.facts.get(name) != value}
     assert differing == {}
     later = {name for name in whole.facts if int(name.split()[0]) >= first}
     assert later <= resumed.facts.keys()
 
 
-def make_stream(*, noise: bool = False, states: bool = False, length: bool = True, seeded: bool = False) -> Any:
+def make_stream(
+    *, rows: int = ROWS, noise: bool = False, states: bool = False, length: bool = True, seeded: bool = False
+) -> Any:
     """An iterable dataset of the samples of `Rows`, which counts what it yields.
 
     Args:
@@ -256,7 +265,7 @@ def make_stream(*, noise: bool = False, states: bool = False, length: bool = Tru
 
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __init__(self) -> None:
-            self.rows = Rows(noise=noise)
+            self.rows = Rows(rows=rows, noise=noise)
             self.start = self.at = 0
 
         @property
@@ -265,17 +274,17 @@ def make_stream(*, noise: bool = False, states: bool = False, length: bool = Tru
 
         def __iter__(self) -> Iterator[Any]:
             self.at, self.start = self.start, 0
-            order = torch.randperm(ROWS).tolist() if seeded else list(range(ROWS))
-            while self.at < ROWS:
+            order = torch.randperm(rows).tolist() if seeded else list(range(rows))
+            while self.at < rows:
                 self.at += 1
                 yield self.rows[order[self.at - 1]]
 
     class Sized(Stream):
         def __len__(self) -> int:
-            return ROWS
+            return rows
 
     kind: Any = Sized if length else Stream
     if states:
-        kind.state_dict = lambda self: {"at": self.at % ROWS}
+        kind.state_dict = lambda self: {"at": self.at % rows}
         kind.load_state_dict = lambda self, state: setattr(self, "start", state["at"])
     return kind()
