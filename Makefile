@@ -5,6 +5,7 @@
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
 # make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
 # make bench-transfer, bench-oss   uploads, downloads and lists beside s5cmd, rclone, obstore, s3fs and oss2
+# make pictures   draw docs/pictures anew
 # make bench-callbacks   what dispatching an event costs, beside transformers' handler
 # make bench-resume   from the start of a resume to the end of the first step, beside s5cmd and torch.load
 #
@@ -42,7 +43,7 @@ unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow check format-check lint types layers coverage package hosts soak \
-  bench-startup bench-save bench-interference bench-transfer bench-oss bench-resume bench-callbacks constraints clean FORCE
+  bench-startup bench-save bench-interference bench-transfer bench-oss bench-resume bench-callbacks pictures constraints clean FORCE
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -133,6 +134,11 @@ bench-save bench-interference bench-transfer bench-oss bench-resume: bench-%: $(
 # Beside transformers' own handler.
 bench-callbacks: build/hosts/transformers-newest/.installed
 	build/hosts/transformers-newest/bin/python bench/callbacks.py $(BENCH_ARGS)
+
+# What docs/callbacks.md shows, drawn from the demo's training.
+pictures: $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) matplotlib
+	$(BIN)/python -m ckptmgr.demo.pictures docs/pictures
 
 # --- upkeep ------------------------------------------------------------------------------------------------------------
 
