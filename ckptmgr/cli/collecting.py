@@ -135,6 +135,8 @@ def _of_run(run: RunDirectory, grace_s: float, name: str | None, *, yes: bool) -
     if not yes:
         plan = plan_gc(run, grace_s=grace_s, journals=journals)
         _approve(run, plan)
+        for litter, why in plan.busy:
+            warn(f"{litter.id} stays: {why}")
         return _Outcome(name=name, where=run.url, gone=plan.collect, marked=plan.marked, young=plan.young)
     done = execute(
         run,

@@ -44,12 +44,14 @@ class GcPlan:
         collect: what goes now, in this order.
         marked: old enough, but on this store it goes only when it has lain unchanged for a day after a first pass marked it.
         young: what may still be under way.
+        busy: old enough by its times, yet in use on this machine just now; with that reason.
         unseen: why uploads in parts could not be looked for; "" if they could.
     """
 
     collect: tuple[Litter, ...]
     marked: tuple[Litter, ...] = ()
     young: tuple[Litter, ...] = ()
+    busy: tuple[tuple[Litter, str], ...] = ()
     unseen: str = ""
 
 
@@ -59,7 +61,7 @@ class Collected:
 
     Attributes:
         removed: in order.
-        spared: in use on this machine, or committed after all; with the reason.
+        spared: what the plan calls busy, and what was in use on this machine, or committed after all, when its turn came; with the reason.
     """
 
     plan: GcPlan
@@ -89,7 +91,12 @@ def plan_gc(
     _refuse_haste(run, grace_s)
     now = wall_s() if now_s is None else now_s
     found = look(run, now_s=now, grace_s=grace_s, known=_taken_up(run, journals, grace_s))
-    return _passed(run, found, now) if not run.record.create_only else _plan(found, found.old)
+    uploads = locks.held_here(run.uuid, "upload")
+    reasons = [_held_here(run, litter, uploads) for litter in found.old]
+    busy = tuple((litter, why) for litter, why in zip(found.old, reasons, strict=True) if why)
+    found = replace(found, old=tuple(litter for litter, why in zip(found.old, reasons, strict=True) if not why))
+    plan = _plan(found, found.old) if run.record.create_only else _passed(run, found, now)
+    return replace(plan, busy=busy)
 
 
 def gc(
@@ -128,7 +135,7 @@ def gc(
     if not run.record.create_only:
         _mark(run, plan)
     removed: list[Litter] = []
-    spared: list[tuple[Litter, str]] = []
+    spared = list(plan.busy)
     for litter in plan.collect:
         with _alone(run, litter) as busy:
             if not busy:
@@ -207,11 +214,25 @@ def _alone(run: RunDirectory, litter: Litter) -> Iterator[str]:
     if stem is None:
         yield ""
         return
-    if any(_is_same_save(stem, name) for name in locks.held_here(run.uuid, "upload")):
-        yield "it is being uploaded by this machine"
+    if why := _held_here(run, litter, locks.held_here(run.uuid, "upload")):
+        yield why
         return
     with locks.exclusive(run.uuid, stem, "upload") as unsent, locks.exclusive(run.uuid, stem, "read") as unread:
         yield "" if unsent and unread else "it is in use on this machine"
+
+
+def _held_here(run: RunDirectory, litter: Litter, uploads: Sequence[str]) -> str:
+    """Why `litter` stays for now, or "". A look only: whoever removes it must hold it.
+
+    Args:
+        uploads: the saves that this machine is uploading.
+    """
+    stem = litter.stem
+    if stem is None:
+        return ""
+    if any(_is_same_save(stem, name) for name in uploads):
+        return "it is being uploaded by this machine"
+    return "it is in use on this machine" if locks.is_held(run.uuid, stem, "read") else ""
 
 
 def _is_same_save(stem: Stem, name: str) -> bool:

@@ -41,7 +41,7 @@ class LooseData:
 
     Attributes:
         name: in the run directory, or in its `checkpoints`.
-        state: `uncommitted` data of an unfinished save, `foreign` files, or, on a local disk, a `bare` folder without any file.
+        state: `uncommitted` data of an unfinished save, `foreign` files, or a `bare` folder without any file.
         stem: of what is named like a save of ours.
     """
 
@@ -68,11 +68,10 @@ def loose_in(run: RunDirectory, known: Iterable[Stem], names: Names) -> list[Loo
     """As `RunDirectory.loose_data`."""
     committed = {str(stem) for stem in known}
     result = []
-    for name in names.data:
-        if name in committed:
-            continue
+    unknown = [name for name in names.data if name not in committed]
+    are_bare = run.map(lambda name: _is_bare_folder(run, f"{layout.CHECKPOINTS}/{name}"), unknown)
+    for name, bare in zip(unknown, are_bare, strict=True):
         stem = layout.parse_stem(name.removesuffix(layout.PARTIAL))
-        bare = _is_bare_folder(run, f"{layout.CHECKPOINTS}/{name}")
         state: LooseState = "bare" if bare else "foreign" if stem is None else "uncommitted"
         result.append(LooseData(name=name, state=state, stem=stem))
     result.extend(LooseData(name=name, state="foreign") for name in foreign_in(names.top))
@@ -85,9 +84,11 @@ def foreign_in(names: Iterable[str]) -> list[str]:
 
 
 def _is_bare_folder(run: RunDirectory, key: str) -> bool:
-    """Whether a local disk has nothing there but folders."""
+    """Whether nothing is there but folders: on a local disk, or in a store that lists those of keys that are gone, as SeaweedFS does."""
     top = run.path(key)
-    if not run.fs.capabilities.is_local or not os.path.isdir(top):
+    if not run.fs.capabilities.is_local:
+        return not run.fs.exists(top)
+    if not os.path.isdir(top):
         return False
     unreadable: list[OSError] = []
     return not any(names for _, _, names in os.walk(top, onerror=unreadable.append)) and not unreadable

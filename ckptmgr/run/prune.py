@@ -169,7 +169,10 @@ def _finish_interrupted(run: RunDirectory, history: History) -> tuple[Stem, ...]
     """Complete removals that were killed after their manifest was closed, and tidy closing records that have served their time."""
     finished = []
     edge = utc_now() - timedelta(seconds=protocol.CLOSING_KEPT_S)
-    with_data = {data.stem for data in run.loose_data([]) if data.stem is not None}
+    loose = run.loose_data([*history.manifests, *history.broken])
+    # A folder without a file is the last that a removal on a disk takes away; elsewhere it is the store's own affair.
+    is_local = run.fs.capabilities.is_local
+    with_data = {data.stem for data in loose if data.stem is not None and (is_local or data.state != "bare")}
     for stem, record in sorted(history.closed.items()):
         if stem in with_data:
             drive(protocol.prune(stem, closed_at=utc_stamp()), StoreDriver(run))

@@ -114,7 +114,7 @@ def test_push_and_pull_as_json(
         "metrics": {"acc": "NaN"},
         "metadata": {"dataset": "v2=final"},
     }
-    assert pushed == {**version, "existed": False}
+    assert pushed == {**version, "existed": False, "repaired": []}
     assert created.endswith("Z")
     assert ask("push", final, f"{store.url}/model")["existed"] is True
     pulled = ask("pull", f"{store.url}/model@rc", "--to", "got")
@@ -144,7 +144,7 @@ def test_ls_as_json(make_store: MakeStore, ask: Callable[..., Any], push_steps: 
     listed = ask("ls", f"{store.url}/model")
     assert (listed["artifact"], listed["name"]) == (f"{store.url}/model", "model")
     for pushed, row, latest in zip((first, second), listed["versions"], (False, True), strict=True):
-        wanted = {key: value for key, value in pushed.items() if key not in ("artifact", "name", "existed")}
+        wanted = {key: value for key, value in pushed.items() if key not in ("artifact", "name", "existed", "repaired")}
         assert row == {**wanted, "latest": latest, "state": "committed"}
     assert ask("ls", store.url) == {
         "store": store.url,

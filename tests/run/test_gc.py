@@ -263,17 +263,18 @@ def test_closing_records_go_after_thirty_days(store: Store, push_steps: PushStep
 
 
 def test_what_this_machine_uploads_or_reads_stays(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
-    """A lock is a sign of life that no age overrules; also that of a save whose upload goes on under another nonce."""
+    """A lock is a sign of life that no age overrules, in the plan as in the deed; also that of a save whose upload goes on under another nonce."""
     store = make_store("local")
     run = f"{store.url}/run"
     push_steps(run, 100)
     abandon(store)
     uuid = RunDirectory.open(run).uuid
     for stem, purpose in ((ABANDONED, "upload"), (ABANDONED, "read"), (ABANDONED.renamed("99999999"), "upload")):
-        with locks.exclusive(uuid, stem, purpose):  # type: ignore[arg-type]
-            result = cli_here("gc", run, "--grace", "0s", "--yes", "--json")
-        assert document(result)["collect"] == []
-        assert f"{ABANDONED} stays: it is " in result.stderr
+        for yes in ((), ("--yes",)):
+            with locks.exclusive(uuid, stem, purpose):  # type: ignore[arg-type]
+                result = cli_here("gc", run, "--grace", "0s", *yes, "--json")
+            assert document(result)["collect"] == []
+            assert f"{ABANDONED} stays: it is " in result.stderr
     with locks.exclusive(uuid, Stem(1, 700, 8, "99999999"), "upload"):  # another save
         assert len(document(cli_here("gc", run, "--grace", "0s", "--yes", "--json"))["collect"]) == 1
 

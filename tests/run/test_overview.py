@@ -96,6 +96,21 @@ def test_abandoned_lineages(make_store: MakeStore, push_steps: PushSteps, cli_he
     assert "newest: step 150" in head
 
 
+def test_folders_of_what_is_gone_are_nothing(store: Store, push_steps: PushSteps, cli_here: Cli) -> None:
+    """A store may list the folder of keys that were deleted (SeaweedFS does): that is no data, and a run of nothing else has none."""
+    url = f"{store.url}/run"
+    wiped, kept = push_steps(url, 100, 200)
+    for key in [*store.keys(f"run/checkpoints/{wiped}/"), f"run/manifests/{wiped}.json"]:
+        store.delete(key)
+    rows = strict(cli_here("ls", url, "--json").stdout)["checkpoints"]
+    assert [(row["id"], row["state"]) for row in rows] == [(kept, "committed")]
+    for key in [*store.keys(f"run/checkpoints/{kept}/"), f"run/manifests/{kept}.json"]:
+        store.delete(key)
+    assert strict(cli_here("ls", url, "--json").stdout)["checkpoints"] == []
+    started = cli_here("resume", url, "--or-start")
+    assert (started.returncode, started.stdout) == (0, "")
+
+
 def test_uncommitted_and_foreign_data(store: Store, push_steps: PushSteps, cli_here: Cli) -> None:
     """Data without a manifest is listed as what it is, and not counted as a checkpoint."""
     url = f"{store.url}/run"

@@ -301,3 +301,16 @@ def test_empty_run(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) 
         cli_here("prune", f"{store.url}/run", "--keep-best", "eval_loss").stdout
         == f"{store.url}/run: nothing to remove\n"
     )
+
+
+def test_a_removal_that_ended_is_not_finished_again(store: Store, push_steps: PushSteps, cli_here: Cli) -> None:
+    """Also where the store still lists the folders of what was removed; one that was interrupted is."""
+    url = f"{store.url}/run"
+    stems = push_steps(url, 100, 200, 300)
+    words = ("prune", url, "--keep-last", "1", "--yes")
+    assert cli_here(*words).returncode == 0
+    again = cli_here(*words)
+    assert (again.returncode, "interrupted" in again.stderr) == (0, False)
+    store.put(f"run/checkpoints/{stems[0]}/left.bin", b"1")
+    assert f"finished the interrupted removal of {stems[0]}\n" in cli_here(*words).stderr
+    assert store.keys("run/checkpoints/") == store.keys(f"run/checkpoints/{stems[2]}/")

@@ -88,6 +88,30 @@ def test_damage_that_was_seen_here_is_repaired(
     assert [row["state"] for row in rows] == ["committed"]
 
 
+def test_a_version_of_an_artifact_is_repaired(
+    make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint
+) -> None:
+    """The latest, and the one that is asked for; a directory and a single file."""
+    store = make_store("s3")
+    directory = make_checkpoint(100, FILES)
+    for url, what, lost in (
+        (f"{store.url}/model", directory, "config.json"),
+        (f"{store.url}/report", directory / "model.bin", "model.bin"),
+    ):
+        words = ("artifact", "push", what, url)
+        first = cli_here(*words)
+        whole = store.snapshot()
+        (key,) = (key for key in store.keys(f"{url.rsplit('/', 1)[-1]}/") if key.endswith(lost))
+        for more in ((), ("--version", "1")):
+            store.delete(key)
+            again = cli_here(*words, *more)
+            assert (again.returncode, again.stdout) == (0, first.stdout)
+            assert f"{lost} is missing in {url}: it was sent again" in again.stderr
+            assert "1 file of it sent again" in again.stderr
+            assert store.snapshot() == whole
+        assert json.loads(cli_here(*words, "--json").stdout)["repaired"] == []
+
+
 def test_a_store_that_cannot_take_the_repair(
     make_store: MakeStore, cli_here: Cli, make_checkpoint: MakeCheckpoint
 ) -> None:
@@ -110,7 +134,7 @@ def test_objects_that_vanish_during_a_push_are_sent_again(
     """Before the manifest is written, one listing says that all is there."""
     store = make_store("oss")
     url = f"{store.url}/run"
-    look, looks = StoreDriver._missing, []
+    look, looks = StoreDriver._missing, list[list[str]]()
 
     def after_a_wipe(self: StoreDriver, prefix: str, entries: Any) -> list[str]:
         if not looks:
