@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -155,8 +155,29 @@ def _refuse_empty(words: Sequence[str]) -> None:
         if not word or (word.startswith("--") and word.endswith("=")):
             from ckptmgr.core.errors import ConfigError
 
-            what = f"the value of {word[:-1]}" if word else f"argument {at} of `ckptmgr {words[0]}`"
+            what = f"the value of {word[:-1]}" if word else _name_of(words[:at])
             raise ConfigError(f"{what} must not be empty", hint="is a variable of the script unset?")
+
+
+def _name_of(words: Sequence[str]) -> str:
+    """What the last of `words` is to their command: RUN, or the value of --to."""
+    command: Any = typer.main.get_command(app)
+    left = list(words)
+    while left and left[0] in getattr(command, "commands", {}):
+        command = command.commands[left.pop(0)]
+    options = {name: param for param in command.params for name in param.opts if name.startswith("-")}
+    arguments = [param.metavar or param.name.upper() for param in command.params if param.param_type_name == "argument"]
+    at, option = 0, ""
+    for word in left[:-1]:
+        if option:
+            option = ""
+        elif word in options and not options[word].is_flag:
+            option = word
+        elif not word.startswith("-"):
+            at += 1
+    if option:
+        return f"the value of {option}"
+    return arguments[at] if at < len(arguments) else f"argument {len(words)} of `ckptmgr {words[0]}`"
 
 
 def _log_to_stderr(*, verbose: bool) -> None:

@@ -148,6 +148,8 @@ def resume(
     except CheckpointNotFoundError as exc:
         if not or_start or not getattr(exc, "empty", False):
             raise
+        if chosen.is_explicit:
+            warn(f"{run_url} has no data yet, and so no {chosen}: from scratch, as --or-start says")
         resumed = None
     if command is not None:
         raise typer.Exit(_launch(command, resumed, run_url, local_dir, surroundings.refused))

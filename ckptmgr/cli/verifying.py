@@ -59,10 +59,10 @@ def verify(
 ) -> None:
     """Check that stored bytes are what the manifests describe; by default, by reading all of them."""
     from ckptmgr.backends.registry import normalize_url
-    from ckptmgr.core.errors import BackendError, ConfigError
+    from ckptmgr.core.errors import BackendError, CheckpointNotFoundError, ConfigError
     from ckptmgr.core.layout import MANIFESTS, RUN_FILE
     from ckptmgr.core.selectors import parse_selector
-    from ckptmgr.run.candidates import seen
+    from ckptmgr.run.candidates import nothing_committed, seen
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.sidecar import read_sidecar
     from ckptmgr.run.verify import Depth, verify_directory, verify_run
@@ -84,9 +84,17 @@ def verify(
         _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id}{part})")
         return
     chosen = None if selector is None else parse_selector(selector)
-    run = RunDirectory.open(url)
+    try:
+        run = RunDirectory.open(url)
+    except CheckpointNotFoundError as exc:
+        run_url, at, version = url.rpartition("@")
+        if at and version.removeprefix("v").isdecimal():
+            exc.hint = f"write `ckptmgr verify {run_url} {version.removeprefix('v')}` for that version of an artifact"
+        raise
     history = seen(run, chosen, cached=quick)  # what was read before says nothing of the bytes that are there now
     stems = sorted({*history.manifests, *history.broken}) if chosen is None else [_meant(history, chosen)]
+    if not stems:
+        raise nothing_committed(run, history)
     total = sum(history.manifests[stem].size_bytes for stem in stems if stem in history.manifests)
     sized: list[tuple[Stem, str]] = []
     try:

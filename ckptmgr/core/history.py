@@ -83,7 +83,10 @@ class History:
         meant = self.meant(selector)
         if meant is not None and meant in self.broken:
             raise self.broken[meant]
-        found = choose(selector, self.readable_chain(), self.others(), self.tags)
+        unknown = selector.kind in ("best", "worst") and not any(
+            selector.metric in manifest.metrics for manifest in self.readable_chain()
+        )
+        found = None if unknown else choose(selector, self.readable_chain(), self.others(), self.tags)
         if found is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of {self.where} matches {selector}: {self._what_there_is(selector)}",
@@ -93,6 +96,8 @@ class History:
 
     def _what_there_is(self, selector: Selector) -> str:
         """What the user could have meant, for the message that nothing matches."""
+        if selector.kind == "tag":
+            return f"its tags are {', '.join(sorted(self.tags))}" if self.tags else "it has no tags"
         chain = self.readable_chain()
         if not chain:
             return "its lineage has no checkpoint"

@@ -13,7 +13,6 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.core import layout
 from ckptmgr.core.errors import (
     AccessDeniedError,
-    BackendError,
     CheckpointNotFoundError,
     ConfigError,
     ConflictError,
@@ -71,12 +70,18 @@ class RunDirectory:
             BackendError: could not look (I7).
         """
         run = cls._at(url, fs, root)
-        data = run.read(layout.RUN_FILE)
-        if data is None:
-            run.refuse_file()
+        if not run._is_read():
             raise run._not_found()
-        run.record = decode_run(data, where=f"{run.url}/{layout.RUN_FILE}")
         return run
+
+    def _is_read(self) -> bool:
+        """Read run.json into `record`; whether there is one."""
+        data = self.read(layout.RUN_FILE)
+        if data is None:
+            self.refuse_file()
+            return False
+        self.record = decode_run(data, where=f"{self.url}/{layout.RUN_FILE}")
+        return True
 
     @classmethod
     def open_or_create(
@@ -98,19 +103,17 @@ class RunDirectory:
             ConflictError: it is of the other kind, or something lies there that a new run would hide: other runs, or another run's manifests; or
                 it would lie within another run, or beside other things at the root of a bucket. Nothing was changed.
         """
+        run = cls._at(url, fs, root)
         try:
-            return cls.open(url, fs=fs, root=root)._of_kind(kind)
-        except CheckpointNotFoundError:
-            pass
+            if run._is_read():
+                return run._of_kind(kind)
         except AccessDeniedError:
-            run = cls._at(url, fs, root)
             record = created_unseen(run, uuid or new_uuid(), kind)
             if record is None:
                 raise
             run.record = record
             _made_unseen.add(record.uuid)
             return run
-        run = cls._at(url, fs, root)
         create(run, uuid, kind)
         return cls.open(url, fs=run.fs, root=run.root)._of_kind(kind)
 
@@ -141,9 +144,7 @@ class RunDirectory:
         return self
 
     def _not_found(self) -> CheckpointNotFoundError:
-        lost = 0
-        with contextlib.suppress(BackendError):  # that there is no run.json is known
-            lost = len(self.stems())
+        lost = len(self.stems())
         if not lost:
             return CheckpointNotFoundError(
                 f"there is no run at {self.url}", hint="see what the store holds with `ckptmgr ls`", url=self.url

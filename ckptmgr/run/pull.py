@@ -206,9 +206,10 @@ def _bring(
         progress.moved(count)
 
     with target.alone():
-        if target.holds(sidecar):
+        difference = target.difference(sidecar)
+        if difference is None:
             return 0
-        target.check(replace=overwrite)
+        target.check(replace=overwrite, difference=difference)
         progress.started(part, "remote")
         with target.partial_copy(part) as partial, locks.reading(run.uuid, manifest.stem):
             if overwrite:

@@ -222,9 +222,10 @@ def _restore(
     if manifest is None:
         return Unusable(stem, str(history.broken[stem]))
     with target.alone():
-        if target.holds(Sidecar(manifest=manifest, how=how)):
+        difference = target.difference(Sidecar(manifest=manifest, how=how))
+        if difference is None:
             return manifest, None
-        target.check(replace=replace)
+        target.check(replace=replace, difference=difference)
         problems: list[Unusable] = []
         for place in places:
             target.check_room(manifest, linked_from=Path(place.run.root) if place.source == "local" else None)

@@ -55,32 +55,41 @@ class Target:
                 hint="give another --to; nothing was changed",
             )
 
-    def holds(self, sidecar: Sidecar) -> bool:
-        """Whether the directory holds exactly the files of this manifest, by reading all of it; its sidecar is brought up to date then."""
+    def difference(self, sidecar: Sidecar) -> str | None:
+        """What the directory holds other than exactly the files of this manifest, by reading all of it; None, and its sidecar is up to date, if nothing."""
         manifest = sidecar.manifest
         if self.directory.is_symlink() or not self.directory.is_dir():
-            return False
+            return "it is no directory"
         wanted = {entry.path for entry in manifest.files}
         # The first level alone tells most other directories apart, and some of those are large.
-        if not {path.name for path in self.directory.iterdir()} <= {path.split("/")[0] for path in wanted}:
-            return False
-        there_now = list(_files(self.directory))
-        names = {path.relative_to(self.directory).as_posix() for path in there_now}
+        top = {path.name for path in self.directory.iterdir()} - {path.split("/")[0] for path in wanted}
+        if top:
+            return f"{min(top)} is not part of {manifest.id}"
+        there_now = {path.relative_to(self.directory).as_posix(): path for path in _files(self.directory)}
+        if there_now.keys() != wanted:
+            more, less = there_now.keys() - wanted, wanted - there_now.keys()
+            return f"{min(more)} is not part of {manifest.id}" if more else f"{min(less)} is missing"
         # A link may be gone, or lead to something else, by the time the trainer reads it.
-        if names != wanted or any(path.is_symlink() for path in there_now):
-            return False
-        if any(file_problem(self.directory / entry.path, entry) for entry in manifest.files):
-            return False
+        links = [name for name, path in there_now.items() if path.is_symlink()]
+        if links:
+            return f"{min(links)} is a link"
+        problems = ((entry.path, file_problem(self.directory / entry.path, entry)) for entry in manifest.files)
+        differs = next((f"{path} {why}" for path, why in problems if why is not None), None)
+        if differs is not None:
+            return differs
         try:
             there = read_sidecar(self.directory, parts=True)
         except (CheckpointNotFoundError, ManifestError):
             there = None
         if there != sidecar:
             write_sidecar(self.directory, sidecar, durable=self.lasting)
-        return True
+        return None
 
-    def check(self, *, replace: bool) -> None:
+    def check(self, *, replace: bool, difference: str = "") -> None:
         """Refuse what is there before anything is fetched.
+
+        Args:
+            difference: from what is to come there, for the message.
 
         Raises:
             CheckpointExistsError: something else is there, and `replace` is not asked for.
@@ -96,7 +105,9 @@ class Target:
             return
         if os.path.lexists(directory):
             if not replace:
-                what = "holds something else" if directory.is_dir() else "is a file"
+                what = "is a file"
+                if directory.is_dir():
+                    what = "holds something else" + (f": {difference}" if difference else "")
                 raise CheckpointExistsError(
                     f"{directory} {what}", hint="give another --to, or --replace to replace it; nothing was changed"
                 )

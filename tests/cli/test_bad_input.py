@@ -54,8 +54,10 @@ def refused(result: Result, code: int, *says: str) -> None:
         (["push", "a", "b", "--step", "x"], "--step"),
         (["prune", "a", "--keep-last", "many"], "--keep-last"),
         (["verify", "a", "--quick", "--sample", "5%"], "exclude"),
-        (["push", "", "b"], "must not be empty"),
-        (["resume", "a", "--to", ""], "must not be empty"),
+        (["push", "", "b"], "error: DIR must not be empty"),
+        (["resume", "--to", "x", ""], "error: RUN must not be empty"),
+        (["artifact", "push", "a", ""], "must not be empty"),
+        (["resume", "a", "--to", ""], "the value of --to must not be empty"),
         (["resume", "a", "--to="], "the value of --to must not be empty"),
     ],
 )
@@ -255,7 +257,9 @@ def test_selector_that_matches_nothing(
     store = make_store("local")
     push_steps(f"{store.url}/run", 100, 200)
     before, here = store.snapshot(), set(tmp_path.iterdir())
-    there_is = "none of its lineage has a metric" if selector.startswith("best") else "100, 200"
+    there_is = {"best": "none of its lineage has a metric", "tag": "it has no tags"}.get(
+        selector.partition(":")[0], "100, 200"
+    )
     for command in ("show", "resume", "verify"):
         refused(cli_here(command, f"{store.url}/run", selector), 3, selector, there_is, "ckptmgr ls")
     refused(cli_here("resume", f"{store.url}/run", selector, "--or-start", "--", "touch", tmp_path / "STARTED"), 3)

@@ -137,6 +137,7 @@ def test_or_start_on_a_run_without_data(
             store.delete(key)
     result = cli_here("resume", f"{store.url}/run", selector, "--or-start", *reporting(report))
     assert result.returncode == 0, result.stderr
+    assert (f"and so no {selector}: from scratch" in result.stderr) is (selector != "latest")
     assert json.loads(report.read_text())["environment"]["CKPTMGR_RESUME_FROM"] == ""
 
 

@@ -203,3 +203,10 @@ def test_what_there_is_instead_is_named() -> None:
     measured = {stem: replace(manifest, metrics={"acc": 1.0, "eval_loss": 2.0}) for stem, manifest in many.items()}
     with pytest.raises(CheckpointNotFoundError, match="its metrics are acc, eval_loss - "):
         History(run_uuid="u", where="RUN", manifests=measured).choose(parse_selector("best:loss"))
+    with pytest.raises(
+        CheckpointNotFoundError, match="its metrics are acc, eval_loss - "
+    ):  # its direction does not matter
+        History(run_uuid="u", where="RUN", manifests=measured).choose(parse_selector("best:nope"))
+    tagged = History(run_uuid="u", where="RUN", manifests=many, tags=dict.fromkeys(["good", "best"], next(iter(many))))
+    with pytest.raises(CheckpointNotFoundError, match="its tags are best, good - "):
+        tagged.choose(parse_selector("tag:x"))

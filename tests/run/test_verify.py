@@ -63,6 +63,19 @@ def test_a_whole_run(store: Store, push_steps: PushSteps, cli_here: Cli) -> None
     assert store.snapshot() == before
 
 
+def test_a_run_without_a_checkpoint(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
+    """Nothing to check is not "no damage": exit 3, and data without a manifest is named."""
+    store = make_store("local")
+    (stem,) = push_steps(f"{store.url}/run", 100)
+    store.delete(f"run/manifests/{stem}.json")
+    result = cli_here("verify", f"{store.url}/run")
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "holds data (1 uncommitted or foreign) but no committed checkpoint" in result.stderr
+    wrong = cli_here("verify", f"{store.url}/run@v1")
+    assert wrong.returncode == 3
+    assert f"`ckptmgr verify {store.url}/run 1`" in wrong.stderr
+
+
 @pytest.mark.parametrize("depth", ["full", "quick"])
 @pytest.mark.parametrize("damage", ["missing", "shorter", "other bytes"])
 @pytest.mark.parametrize("kind", ["local", "oss"])
