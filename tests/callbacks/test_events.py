@@ -14,7 +14,7 @@ from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.testing.events import EventRecorder, Told, agree, documented, updated
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
-HOSTS = ("embedded", "transformers", "TRL", "Lightning")
+HOSTS = ("embedded", "transformers", "TRL", "ms-swift", "Lightning")
 
 
 class SaveEpochs(Callback):

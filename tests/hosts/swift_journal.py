@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swift.callbacks import callbacks_map  # type: ignore[import-not-found, unused-ignore]
 
 from ckptmgr.callbacks import Callback, CallbackManager
+from ckptmgr.testing.events import EventRecorder
 
 _spec = importlib.util.spec_from_file_location("ckptmgr_test_train_hf", Path(__file__).with_name("train_hf.py"))
 assert _spec is not None
@@ -43,6 +46,18 @@ class Stop(Callback):
             control.should_training_stop = True
 
 
+class Events(EventRecorder):
+    """Writes what it saw to EVENTS."""
+
+    def note(self, event: str, arguments: Mapping[str, Any]) -> None:
+        super().note(event, arguments)
+        path = os.environ.get("EVENTS")
+        if path and event == "on_train_end":
+            told = self.told()
+            Path(path).write_text(json.dumps({"order": told.order, "arguments": dict(told.arguments)}))
+
+
+callbacks_map["events"] = lambda args, trainer: CallbackManager([Events()])
 callbacks_map["journal"] = lambda args, trainer: hf.Journal(Path(os.environ["JOURNAL"]))
 callbacks_map["interrupt"] = lambda args, trainer: Interrupt(trainer)
 callbacks_map["stop"] = lambda args, trainer: Stop()

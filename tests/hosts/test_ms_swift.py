@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.testing.events import Told, agree
 from ckptmgr.testing.stores import Store
 
 if find_spec("swift") is None:
@@ -115,6 +117,7 @@ def start(launch: Start, assets: Path, plugin: str, tmp_path: Path) -> Start:
             "journal",
             "interrupt",
             "stop",
+            "events",
         ]
         return launch([str(word) for word in (*command, *options)], journal, {**own, **env})
 
@@ -175,3 +178,14 @@ def test_a_mistake_ends_it_before_training(tmp_path: Path, start: Start) -> None
     assert (ended.code, ended.steps) == (2, []), ended.log
     (line,) = (line for line in ended.log.splitlines() if line.startswith("ckptmgr: error: "))
     assert "LossMonitorCallback" in line
+
+
+def test_the_page_of_events(start: Start, assets: Path, tmp_path: Path) -> None:
+    """docs/events.md: which events come, in which order, with what."""
+    rows, recorded = assets / "rows.jsonl", tmp_path / "events.json"
+    epochs = ("--max_steps", -1, "--num_train_epochs", 2, "--logging_steps", 2, "--eval_strategy", "epoch")
+    data = ("--dataset", f"{rows}#16", "--val_dataset", f"{rows}#4", "--per_device_eval_batch_size", 4)
+    done = start("out", *epochs, *data, "--save_strategy", "epoch", ours=False, EVENTS=str(recorded))
+    assert done.code == 0, done.log
+    found = json.loads(recorded.read_text())
+    agree("ms-swift", Told(tuple(found["order"]), found["arguments"]), HERE.parents[1] / "docs" / "events.md")
