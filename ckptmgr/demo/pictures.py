@@ -8,12 +8,12 @@ Trains the demo's model with a profiler, early stopping and saves to a store on 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        if importlib.util.find_spec("matplotlib") is None:
+        if find_spec("matplotlib") is None:
             raise MissingExtraError(
                 "pictures are drawn by matplotlib", hint="pip install matplotlib", extra="matplotlib"
             )

@@ -53,7 +53,7 @@ def test_without_matplotlib_it_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, exit 2."""
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         pictures.main([str(tmp_path / "out")])
     assert ended.value.code == 2
