@@ -40,12 +40,14 @@ class Capabilities:
         create_only: `pipe_file(mode="create")` is decided by the store itself, atomically, among all writers.
         stored_crc: which CRC the store keeps with a whole object and hands out without a download; None if none.
         is_local: the files are on this machine, so hard links and `os` calls work on the paths.
+        is_lasting: what is written outlives this process.
         etags: listings give the ETag of every object, and another one when its bytes have changed: what was read under it need not be read again.
     """
 
     create_only: bool
     stored_crc: CrcKind | None
     is_local: bool = False
+    is_lasting: bool = True
     etags: bool = False
 
 

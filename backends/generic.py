@@ -33,7 +33,7 @@ from ckptmgr.core.errors import (
 
 _BLOCK_BYTES = 4 << 20
 _WHOLE_BYTES = 64 << 20
-# Filesystems of this process alone: a lock here decides a create among all writers there are.
+# Filesystems of this process alone: a lock here decides a create among all writers there are, and all is gone when it ends.
 _IN_PROCESS = ("memory",)
 # Filesystems whose `pipe_file(mode="create")` is decided by the store (s3fs sends If-None-Match, gcsfs a generation match).
 _STORE_DECIDES = ("s3", "s3a", "gs", "gcs")
@@ -88,7 +88,11 @@ class GenericBackend(Backend):
         self.protocol = protocol
         self.kind = protocol if isinstance(protocol, str) else protocol[0]
         self._strip_protocol = filesystem._strip_protocol
-        self.capabilities = Capabilities(create_only=self.kind in _IN_PROCESS + _STORE_DECIDES, stored_crc=None)
+        self.capabilities = Capabilities(
+            create_only=self.kind in _IN_PROCESS + _STORE_DECIDES,
+            stored_crc=None,
+            is_lasting=self.kind not in _IN_PROCESS,
+        )
 
     def pipe_file(self, path: str, value: bytes, mode: WriteMode = "overwrite", **kwargs: Any) -> None:
         path = self._strip_protocol(path)

@@ -36,6 +36,8 @@ def create(run: RunDirectory, uuid: str | None, kind: str) -> None:
     # Refused: another process created it just now, or our own unanswered try did. What is there decides.
     with contextlib.suppress(ObjectExistsError):
         run.fs.pipe_file(run.path(layout.RUN_FILE), encode_run(record), mode="create")
+    if not run.fs.capabilities.is_lasting:
+        logger.warning("%s is kept in the memory of this process, and is gone when it ends", run.url)
 
 
 def created_unseen(run: RunDirectory, uuid: str, kind: str) -> RunRecord | None:

@@ -148,6 +148,15 @@ def _clock(ahead_s: float) -> Verdict:
     )
 
 
+def lasting(fs: Backend) -> Iterator[Verdict]:
+    """Yields a warning if nothing that is kept there outlives the process."""
+    if not fs.capabilities.is_lasting:
+        text = (
+            f"{fs.kind}:// is the memory of one process: what it keeps there is gone when it ends, and no other sees it"
+        )
+        yield Verdict(check="lasting", level="warning", text=text, advice="use it for trials only")
+
+
 def local_disk(directory: Path, size_bytes: int | None) -> Verdict:
     def look() -> Verdict:
         place = next(path for path in (directory, *directory.absolute().parents) if path.exists())

@@ -102,6 +102,7 @@ def test_listing(looked: History, monkeypatch: pytest.MonkeyPatch) -> None:
 
     fs, root = open_store("memory://many/run")
     run = RunDirectory(fs=fs, root=root, url="memory://many/run")
+    fs.pipe_file(run.path("checkpoints/foreign/model.bin"), b"1")
     names = Names(data=[*map(str, looked.manifests), "foreign"], top=["run.json"])
     monkeypatch.setattr(RunDirectory, "history", lambda run, cached: looked)
     monkeypatch.setattr(RunDirectory, "names", lambda run: names)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptmgr.run.doctor import Question, examine
 from ckptmgr.run.driver import StoreDriver
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.faults import Fault
@@ -200,3 +202,22 @@ def test_a_local_tier_is_no_run_to_push_to(tmp_path: Path, cli_here: Cli, make_c
         assert refused.returncode == 2
         assert "is a local tier" in refused.stderr
     assert sorted(tier.root.rglob("*")) == before
+
+
+def test_a_store_that_ends_with_the_process(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    """A commit there is told with one line of warning, which is no error; and the doctor knows as well."""
+    url = f"memory://{tmp_path.name}/x"
+    for words in (("push", make_checkpoint(100, FILES)), ("artifact", "push", make_checkpoint(100, FILES))):
+        pushed = subprocess.run(
+            [sys.executable, "-m", "ckptmgr.cli.main", *map(str, words), url],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        (line,) = [line for line in pushed.stderr.splitlines() if "warning" in line]
+        assert line.endswith(f"{url} is kept in the memory of this process, and is gone when it ends")
+    (verdict,) = [one for one in examine(Question(url=url)) if one.check == "lasting"]
+    assert verdict.level == "warning"
+    assert [one for one in examine(Question(url=str(tmp_path))) if one.check == "lasting"] == []
