@@ -187,7 +187,7 @@ CHANGES = [
     ("my_callbacks:Mine", "my_callbacks:number", 20, "callbacks[0].type: my_callbacks:number is no class"),
     ("my_callbacks:Mine", "nowhere:Mine", 20, "'nowhere' of the callback 'nowhere:Mine' cannot be imported"),
     ("my_callbacks:Mine", "EarlyStopingCallback", 20, "there is no callback 'EarlyStopingCallback' - did you mean EarlyStoppingCallback?"),
-    ("limit: 7", "limt: 7", 21, "callbacks[0].params.limt: my_callbacks:Mine has no parameter 'limt' - did you mean limit?"),
+    ("limit: 7", "limits: 7", 21, "callbacks[0].params.limits: my_callbacks:Mine has no parameter 'limits' - did you mean limit?"),
     ("limit: 7", "limit: -7", 21, "callbacks[0].params: limit=-7 is negative - give 0 or more"),
     ("limit: 7", "limit: x", 21, "callbacks[0].params: my_callbacks:Mine refused its parameters: TypeError"),
     ("limit: 7", "label: x", 20, "callbacks[0]: my_callbacks:Mine needs limit"),
