@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from ckptmgr.core.errors import (
 Meaning: TypeAlias = tuple[type[BackendError], str]
 """The class of ours, and the hint."""
 
+PROXY_HINT = "check HTTP_PROXY, HTTPS_PROXY and NO_PROXY"
 CLOCK_HINT = "set this machine's clock (NTP)"
 
 _CODES: dict[str, Meaning] = {
@@ -76,6 +77,18 @@ class AnswerTable:
         if status in self._statuses:
             return self._statuses[status]
         return (TransientBackendError if status >= 500 and status != 501 else PermanentBackendError), ""
+
+
+@contextlib.contextmanager
+def encryption_named(sse: str | None) -> Iterator[None]:
+    """Say in a refusal of the store's without a hint that the encryption `sse` was asked for: many stores have none, and call that their own fault."""
+    try:
+        yield
+    except BackendError as error:
+        kinds = (TransientBackendError, PermanentBackendError, AccessDeniedError)
+        if sse is not None and type(error) in kinds and getattr(error, "code", None) and not error.hint:
+            error.hint = f"CKPTMGR_SSE={sse} was asked for: does this store have it?"
+        raise
 
 
 # Such are answered without a document of the store's by balancers that wait for it or limit it, and are the same from both.

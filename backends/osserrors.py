@@ -17,7 +17,7 @@ import requests
 import urllib3.exceptions
 
 from ckptmgr.backends import http
-from ckptmgr.backends.answers import AnswerTable, Meaning, NoStoreError, is_no_stores, retry_after_s
+from ckptmgr.backends.answers import PROXY_HINT, AnswerTable, Meaning, NoStoreError, is_no_stores, retry_after_s
 from ckptmgr.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -130,6 +130,10 @@ def translate(
         return ConfigError(f"{what}: {error}", hint="check OSS_ENDPOINT")
     if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError | http.StalledError):
         return BackendTimeoutError(f"{what}: no answer from {endpoint} in time", **facts)
+    if isinstance(error, requests.exceptions.ProxyError) and _never_connected(error):
+        proxy = getattr(getattr(error.args[0] if error.args else None, "pool", None), "proxy", None)
+        text = f"{what}: cannot connect to {endpoint} by {f'the proxy {proxy}' if proxy else 'a proxy'}"
+        return TransientBackendError(text, hint=PROXY_HINT, **facts)
     if isinstance(error, http.ConnectError) or _never_connected(error):
         return TransientBackendError(
             f"{what}: cannot connect to {endpoint}", hint="check OSS_ENDPOINT and the network", **facts
@@ -148,6 +152,7 @@ def _is_about_an_answer(error: Exception) -> bool:
 
 def _never_connected(error: Exception) -> bool:
     reason = getattr(error.args[0], "reason", None) if error.args else None
+    reason = getattr(reason, "original_error", reason)  # by a proxy
     return isinstance(error, requests.exceptions.ConnectionError) and isinstance(
         reason, urllib3.exceptions.NewConnectionError
     )

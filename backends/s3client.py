@@ -21,6 +21,7 @@ import botocore.auth
 import botocore.exceptions
 from botocore.config import Config
 
+from ckptmgr.backends.answers import encryption_named
 from ckptmgr.backends.body import FileBody
 from ckptmgr.backends.objectrequests import CONNECT_S, STALL_S
 from ckptmgr.backends.options import StoreOptions
@@ -166,7 +167,8 @@ class S3Client:
         The `Body` of `get_object` is an `http.Answer`, or botocore's stream: see `receive`.
         """
         opened = self._open()
-        with s3_errors(operation, path, opened.made.endpoint):
+        asked_for = self._options.sse if "ServerSideEncryption" in arguments else None
+        with encryption_named(asked_for), s3_errors(operation, path, opened.made.endpoint):
             try:
                 return opened(operation, arguments)
             except botocore.exceptions.ClientError as error:

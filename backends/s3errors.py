@@ -13,7 +13,15 @@ from urllib.parse import urlsplit
 import botocore.exceptions as bc
 
 from ckptmgr.backends import http
-from ckptmgr.backends.answers import CLOCK_HINT, AnswerTable, Meaning, NoStoreError, is_no_stores, retry_after_s
+from ckptmgr.backends.answers import (
+    CLOCK_HINT,
+    PROXY_HINT,
+    AnswerTable,
+    Meaning,
+    NoStoreError,
+    is_no_stores,
+    retry_after_s,
+)
 from ckptmgr.backends.s3answers import NO_ERROR
 from ckptmgr.core.errors import (
     AccessDeniedError,
@@ -191,7 +199,13 @@ _LOCAL: tuple[tuple[tuple[type[Exception], ...], type[CkptmgrError], str, str], 
         "",
     ),
     (
-        (http.ConnectError, bc.EndpointConnectionError, bc.ProxyConnectionError),
+        (bc.ProxyConnectionError,),
+        TransientBackendError,
+        "cannot connect to {endpoint} by a proxy: {error}",
+        PROXY_HINT,
+    ),
+    (
+        (http.ConnectError, bc.EndpointConnectionError),
         TransientBackendError,
         "cannot connect to {endpoint}",
         "check AWS_ENDPOINT_URL and the network",

@@ -21,7 +21,13 @@ from ckptmgr.backends.ossclient import Oss2Client
 from ckptmgr.backends.osscredentials import Keys, OssCredentials
 from ckptmgr.backends.ossendpoint import endpoint_of
 from ckptmgr.backends.osssigning import Signer, SignerV1
-from ckptmgr.core.errors import AccessDeniedError, BackendTimeoutError, ConfigError, ObjectExistsError
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    BackendTimeoutError,
+    ConfigError,
+    ObjectExistsError,
+    TransientBackendError,
+)
 from ckptmgr.testing.certificates import Certificates, make_certificates
 from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.moto_core import QuietRequestHandler, make_server
@@ -336,6 +342,18 @@ def test_through_a_proxy(oss: ServerStore, tmp_path: Any) -> None:
         backend.cat_file(oss.at("large"))
     with oss.server.faults.injected(Fault(drop="before")), pytest.raises(BackendTimeoutError, match=r"store\.invalid"):
         backend.pipe_file(oss.at("small"), b"2")
+
+
+def test_a_proxy_that_is_dead_is_named(oss: ServerStore) -> None:
+    """Not the store, which may be well; and its password is not repeated."""
+    oss.setenv("http_proxy", "http://user:topsecret@127.0.0.1:9")
+    oss.setenv("no_proxy", "elsewhere")
+    oss.setenv("NO_PROXY", "elsewhere")
+    with pytest.raises(
+        TransientBackendError, match=r"by the proxy http://…@127\.0\.0\.1:9 - check HTTP_PROXY"
+    ) as caught:
+        OSSBackend(store_options=StoreOptions(addressing="path")).find(oss.bucket)
+    assert "topsecret" not in str(caught.value)
 
 
 def test_a_header_with_a_line_break_is_refused(oss: ServerStore) -> None:

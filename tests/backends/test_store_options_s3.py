@@ -11,7 +11,13 @@ import pytest
 from ckptmgr.backends.options import StoreOptions
 from ckptmgr.backends.registry import open_store
 from ckptmgr.backends.s3 import S3Backend
-from ckptmgr.core.errors import AccessDeniedError, ConfigError, ObjectExistsError, PermanentBackendError
+from ckptmgr.core.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ObjectExistsError,
+    PermanentBackendError,
+    TransientBackendError,
+)
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.testing.faults import Fault
 
@@ -152,6 +158,33 @@ def test_a_key_that_may_not_be_used(make_store: Callable[[str], Store], moto_ser
     moto_server.faults.add(Fault(method="PUT", status=403, code="AccessDenied", message=denied))
     with pytest.raises(AccessDeniedError, match="kms:GenerateDataKey"):
         _backend(StoreOptions(sse="aws:kms")).pipe_file(f"{store.bucket}/k", b"x")
+
+
+def test_a_store_without_encryption(make_store: Callable[[str], Store], moto_server: MotoServer) -> None:
+    """Such a store may call it its own fault: the option is named. What has nothing to do with it does not name it."""
+    store: Any = make_store("moto")
+    fs = _backend(StoreOptions(sse="aws:kms"))
+    with (
+        moto_server.faults.injected(Fault(method="PUT", status=500, code="InternalError", times=None)),
+        pytest.raises(TransientBackendError, match="CKPTMGR_SSE=aws:kms was asked for"),
+    ):
+        fs.pipe_file(f"{store.bucket}/k", b"x")
+    fs.pipe_file(f"{store.bucket}/k", b"x", mode="create")
+    with pytest.raises(ObjectExistsError) as caught:
+        fs.pipe_file(f"{store.bucket}/k", b"y", mode="create")
+    assert "SSE" not in str(caught.value)
+
+
+def test_a_proxy_that_is_dead_is_named(make_store: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the store, which may be well; and its password is not repeated."""
+    store: Any = make_store("moto")
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://user:topsecret@127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "elsewhere")
+    with pytest.raises(TransientBackendError, match=r"proxy.*127\.0\.0\.1:9.*HTTP_PROXY") as caught:
+        _backend(StoreOptions()).find(store.bucket)
+    assert "topsecret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", ["GLACIER", "DEEP_ARCHIVE", "Archive", "ColdArchive"])
