@@ -6,7 +6,7 @@
     for epoch in range(loader.epoch, epochs):
         for batch in loader:
             …
-            if reasons := manager.should_save(StepEnded(step=step)):
+            if accelerator.sync_gradients and (reasons := manager.should_save(StepEnded(step=step))):
                 checkpoints.save(step, reasons=reasons)
 
 Imports no Accelerate.
@@ -63,9 +63,19 @@ class AccelerateCheckpoints:
     ) -> str | None:
         """Have Accelerate write its state, and take it: uploaded in the background. Every rank must call it.
 
+        Within a step, where `accelerator.accumulate` has added up a part of its micro-batches, nothing is saved: gradients are not in what Accelerate
+        writes. An error is logged then, and training goes on.
+
         Returns:
             The id that the checkpoint will have; None on ranks other than 0 and where nothing was saved.
         """
+        if not self.accelerator.sync_gradients:
+            _log.error(
+                "step %d is not saved: it is between two micro-batches of a step, whose gradients would be lost - ask the policy and save only "
+                "where accelerator.sync_gradients is true",
+                step,
+            )
+            return None
         self._place.step = step
         naming = self.accelerator.project_configuration.automatic_checkpoint_naming
         own = None if naming else str(Path(self.manager.local_dir, "accelerate", str(step)))

@@ -60,7 +60,10 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     training is, the metrics, and what is still to be done at the edge of the save. Lightning's own `ModelCheckpoint` is not added when this
     callback is there; if you add one, its files carry the same state and can be resumed from as well.
 
-    A step that is followed by an evaluation, or ends an epoch, is saved after it, once, with all reasons. Nothing is saved between micro-batches.
+    A step that is followed by an evaluation, or ends an epoch, is saved after it, once, with all reasons. Nothing is saved between micro-batches: an
+    evaluation there counts as one of the step under way, whose save gets its metrics; the weights that it saw were those before that step. Others may
+    save there (`ModelCheckpoint`, `trainer.save_checkpoint`), and Lightning ends there when an evaluation stops training; a warning says so then, and
+    again when such a checkpoint is resumed from: the gradients of the step under way are not in it.
 
     *Preemption* (SIGTERM above all; see `Preemption`): training ends after the step or evaluation under way, saved and uploaded, by SystemExit. An
     evaluation that is due is made first only if it fits into the time that is left; a resumed run begins with it. Lightning's own handler
@@ -108,6 +111,10 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         self._step = -1
         self._evaluation_owed = False
         self._is_asked = False
+        # Micro-batches of the step under way, and the metrics of evaluations between them.
+        self._begun = 0
+        self._evaluated: list[dict[str, float]] = []
+        self._said_partial = False
 
     @property
     def failures(self) -> int:
@@ -137,12 +144,17 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         place = lightning_loops.place_of(trainer.lightning_module)
         # Before the random states: it may look at the next batch, and leaves no trace of that.
         data = self._data.state_dict()
+        partial = self._begun if trainer.global_step == self._step else 0
+        if partial and not self._said_partial:
+            self._said_partial = True
+            self._say_partial(trainer, partial)
         gather_rng()
         return {
             "version": _VERSION,
             **self._engine.state_dict(),
             "place": place,
             "data": data,
+            "partial": partial,
             "rng": capture_ranks(),
             "evaluation_generators": evaluation_generators(trainer.val_dataloaders),
             "metrics": lightning_loops.metrics_of(trainer),
@@ -176,15 +188,27 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
             _set_aside_handler(trainer)
         state = self._state(trainer)
         self._engine.on_train_begin(None, state, self._for_engine(_Control()), resume_from=path, model=pl_module)
-        self._step = trainer.global_step
-        if self._restored is not None:
-            self._go_on(trainer, self._restored)
-            self._restored = None
+        self._step, self._begun, self._evaluated = trainer.global_step, 0, []
+        restored, self._restored = self._restored, None
+        partial = 0
+        if trainer.ckpt_path is not None:
+            partial = (restored or {}).get("partial", lightning_loops.partly_accumulated(trainer))
+        if restored is not None:
+            self._go_on(trainer, restored)
+        if partial and not trainer.should_stop:
+            _log.warning(
+                "the checkpoint of step %d was made between micro-batches: what the %d before it had added to step %d is not in it, and this run does "
+                "not equal an uninterrupted one",
+                trainer.global_step,
+                partial,
+                trainer.global_step + 1,
+            )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._control = _Control()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._begun += 1
         self._data.batch_begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -193,10 +217,11 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         if trainer.global_step == self._step:
             self._engine.on_substep_end(None, state, self._for_engine(self._control))
             return
-        self._step = trainer.global_step
+        self._step, self._begun = trainer.global_step, 0
         due = lightning_loops.evaluation_follows(trainer)
         self._control = control = _Control(should_evaluate=due)
         self._engine.on_step_end(None, state, self._for_engine(control), checkpoint=dict)
+        self._tell_evaluations(state)
         left_out = due and not control.should_evaluate
         if not left_out and (due or lightning_loops.is_last_batch(trainer)):
             self._heed(trainer)
@@ -221,9 +246,12 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         state = self._state(trainer)
-        self._engine.on_evaluate(
-            None, state, self._for_engine(self._control), metrics=facts.numbers(trainer.callback_metrics)
-        )
+        self._evaluated.append(facts.numbers(trainer.callback_metrics))
+        if self._begun:
+            # The next edge decides on it, where the step under way is whole.
+            self._engine.on_prediction_step(None, state, self._for_engine(self._control))
+            return
+        self._tell_evaluations(state)
         if lightning_loops.is_last_batch(trainer):
             self._heed(trainer)
         else:
@@ -232,6 +260,8 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Ask the policy if the epoch is complete, and save what the last step is to be saved for."""
         state = self._state(trainer, over=True)
+        # Training ends by an evaluation between micro-batches.
+        self._tell_evaluations(state)
         if lightning_loops.is_last_batch(trainer):
             self._data.epoch_is_over()
         self._end_of_edge(trainer, state, over=lightning_loops.last_epoch(trainer))
@@ -270,6 +300,22 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         if self._data.moment is not None:
             for note in restore_ranks(saved["rng"]):
                 _log.warning("%s", note)
+
+    def _tell_evaluations(self, state: TrainerState) -> None:
+        evaluated, self._evaluated = self._evaluated, []
+        for metrics in evaluated:
+            self._engine.on_evaluate(None, state, self._for_engine(self._control), metrics=metrics)
+
+    def _say_partial(self, trainer: Any, partial: int) -> None:
+        others = [type(each).__name__ for each in trainer.checkpoint_callbacks if each is not self]
+        _log.warning(
+            "step %d is saved between micro-batches (%s): what %d of them have added to step %d is not in this checkpoint, and a run that resumes from "
+            "it does not equal an uninterrupted one; later ones like it are not named",
+            trainer.global_step,
+            ", ".join(others) or "the end of training, or trainer.save_checkpoint",
+            partial,
+            trainer.global_step + 1,
+        )
 
     def _end_of_edge(self, trainer: Any, state: TrainerState, *, over: bool = False) -> None:
         """Save if anything asks for it, and leave if there is a notice."""

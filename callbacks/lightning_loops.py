@@ -55,6 +55,12 @@ def evaluation_follows(trainer: Any) -> bool:
     return bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
 
 
+def partly_accumulated(trainer: Any) -> int:
+    """By the loops' counts, how many micro-batches of an unfinished step are behind; as they are before the first batch, those of the checkpoint."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return 0 if done == trainer.num_training_batches else done % trainer.accumulate_grad_batches
+
+
 def training_ends(trainer: Any) -> bool:
     """Whether Lightning runs no step after this one, as far as it can be told by now."""
     reached = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps

@@ -65,3 +65,31 @@ def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, 
     manifests = RunDirectory.open(url).history().manifests
     assert sorted(stem.step for stem in manifests) == [3, 6, 9, 12]
     assert {file.path for file in manifests[max(manifests)].files} >= {"optimizer.bin", "model.safetensors"}
+
+
+def test_nothing_is_saved_between_micro_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What `accumulate` has added up is not in what Accelerate writes; said, and the next edge is saved."""
+    import torch
+    from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
+
+    from ckptmgr.callbacks.accelerate import AccelerateCheckpoints
+    from ckptmgr.training.manager import CheckpointManager
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with CheckpointManager(tmp_path / "store/run", local_dir=tmp_path / "disk", transfer="thread") as manager:
+        checkpoints = AccelerateCheckpoints(accelerator, manager)
+        saved = []
+        for number in range(1, 5):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            saved.append(checkpoints.save(number) is not None)
+    assert saved == [False, True, False, True]
+    assert [record.getMessage()[:23] for record in caplog.records if record.levelname == "ERROR"] == [
+        "step 1 is not saved: it",
+        "step 3 is not saved: it",
+    ]
+    assert sorted(stem.step for stem in RunDirectory.open(str(tmp_path / "store/run")).history().manifests) == [2, 4]
