@@ -183,12 +183,12 @@ def _name_of(words: Sequence[str]) -> str:
 def _log_to_stderr(*, verbose: bool) -> None:
     import logging
 
-    class Discreet(logging.Formatter):
+    class Redacting(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return without_secrets(super().format(record))
 
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Discreet("ckptmgr: %(levelname)s: %(message)s"))
+    handler.setFormatter(Redacting("ckptmgr: %(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler], force=True)
     logging.addLevelName(logging.WARNING, "warning")
     logging.addLevelName(logging.ERROR, "error")

@@ -223,9 +223,9 @@ def test_a_kill_while_a_directory_is_replaced(
     resume(pushed.run, parse_selector("100"), to=target)
     seen: list[bool] = []
 
-    def fail(directory: Path, sidecar: Any) -> None:
+    def fail(directory: Path, sidecar: Any, **options: Any) -> None:
         seen.append(directory.exists())
-        write_sidecar(directory, sidecar)
+        write_sidecar(directory, sidecar, **options)
         sidecar_path(directory).unlink()
         raise DiskFullError("no room for the sidecar", free_bytes=0)
 
