@@ -2,6 +2,7 @@
 # make test   all tests that a normal machine can run, but for those of make test-slow, which CI runs as well
 # make check  what CI runs first: format, lint, types, layers, tests with coverage, packages, start-up times
 # make hosts  the tests in real trainers of others, each version in an environment of its own
+# make hosts-lightning hosts-transformers-newest PYTEST_ARGS="-m slow"   resumed from every position of an epoch
 # make soak   the demo killed at random moments, 20 times, until it ends equal to the uninterrupted run
 # make bench-save, bench-interference, bench-startup   what saving and uploading cost beside a training, and what a command takes to start
 # make bench-transfer, bench-oss   uploads, downloads and lists beside s5cmd, rclone, obstore, s3fs and oss2
@@ -113,7 +114,7 @@ HOSTS := $(patsubst tests/hosts/%.txt,%,$(wildcard tests/hosts/*.txt))
 hosts: $(HOSTS:%=hosts-%)
 
 hosts-%: build/hosts/%/.installed
-	build/hosts/$*/bin/python -m pytest -q -n 2 --dist load -o faulthandler_timeout=600 tests/hosts $(PYTEST_ARGS)
+	build/hosts/$*/bin/python -m pytest -q -n 2 --dist load -m 'not slow' -o faulthandler_timeout=600 tests/hosts $(PYTEST_ARGS)
 
 .PRECIOUS: build/hosts/%/.installed
 build/hosts/%/.installed: tests/hosts/%.txt pyproject.toml constraints.txt
