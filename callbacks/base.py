@@ -13,10 +13,13 @@ less: Hugging Face's Trainer hands over neither `batch` nor `outputs`; a hook th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+
+from ckptmgr.core.errors import ConfigError
 
 EVENTS = (
     "on_init_end",
@@ -151,6 +154,15 @@ class Callback:
     name: str = ""
     stop_is_final: bool = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hosts that call hooks by position, as Hugging Face's Trainer does, reach hooks that name only what they need, too."""
+        super().__init_subclass__(**kwargs)
+        from ckptmgr.callbacks.hooks import by_position
+
+        for name, hook in list(vars(cls).items()):
+            if name.startswith("on_") and inspect.isfunction(hook):
+                setattr(cls, name, by_position(hook))
+
     def on_init_end(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer was built. Once per trainer."""
 
@@ -231,6 +243,10 @@ class Callback:
         # Only for names that nothing defines: an event that a newer host adds.
         if name.startswith("on_"):
             return self._ignore
+        if name == "state_key":  # what Lightning asks its callbacks for first
+            raise TypeError(
+                f"{type(self).__name__} is no callback of Lightning's: give its Trainer LightningCallbacks([...]) of ckptmgr"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _ignore(self, *args: Any, **kwargs: Any) -> None:
@@ -240,3 +256,18 @@ class Callback:
 def name_of(callback: object) -> str:
     """What a callback is called in logs and in saved state: its `name`, else the name of its class."""
     return str(getattr(callback, "name", "") or type(callback).__name__)
+
+
+def number_of(priority: int | str) -> int:
+    """A priority as a number.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if isinstance(priority, str):
+        if priority not in Priority.__members__:
+            raise ConfigError(
+                f"there is no priority {priority!r}", hint=f"use a number, or one of {', '.join(Priority.__members__)}"
+            )
+        return Priority[priority]
+    return int(priority)

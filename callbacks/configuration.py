@@ -16,8 +16,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptmgr.callbacks.base import Priority
 from ckptmgr.callbacks.builtin import find
+from ckptmgr.callbacks.hooks import check_hooks
 from ckptmgr.core.document import Document, Place, nearest
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.training.config import CallbackSection, manager_from, read_config
@@ -46,8 +46,7 @@ def callbacks_of(
     for index, entry in enumerate(entries):
         place: Place = ("callbacks", index)
         callback = _made(entry, document, place, manager)
-        priority = Priority[entry.priority] if isinstance(entry.priority, str) else entry.priority
-        yield callback, {"name": entry.name, "priority": priority, "run_async": entry.run_async}
+        yield callback, {"name": entry.name, "priority": entry.priority, "run_async": entry.run_async}
 
 
 def _made(entry: CallbackSection, document: Document, place: Place, manager: Any) -> Any:
@@ -77,7 +76,9 @@ def _made(entry: CallbackSection, document: Document, place: Place, manager: Any
     if missing:
         raise document.error(place, f"{entry.type} needs {', '.join(missing)}", f"add `params: {{{missing[0]}: …}}`")
     try:
-        return made(**params)
+        callback = made(**params)
+        check_hooks(callback)
+        return callback
     except ConfigError as error:
         raise document.error((*place, "params"), error.message, error.hint) from error
     except Exception as error:

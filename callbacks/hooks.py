@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
+from types import MethodType
 from typing import Any
 
-from ckptmgr.callbacks.base import ARGUMENTS, Callback
+from ckptmgr.callbacks.base import ARGUMENTS, EVENTS, Callback, name_of
+from ckptmgr.core.document import nearest
+from ckptmgr.core.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+# What hosts hand over by position, if anything.
+_POSITIONAL = ("args", "state", "control")
+# Where `by_position` keeps the hook itself.
+_OWN = "_ckptmgr_hook"
 
 CallHook = Callable[[Mapping[str, Any]], Any]
+
+
+def check_hooks(callback: Any) -> None:
+    """Refuse what could never be called, and name hooks that look like a misspelt event.
+
+    Raises:
+        ConfigError: `callback` has no hook at all, or is critical for what is no event.
+    """
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    if not names:
+        raise ConfigError(f"{callback!r} has no on_… method", hint="derive from Callback, or name the hooks as it does")
+    known = {*EVENTS, "on_evaluate_end"}
+    critical = getattr(callback, "critical", False)
+    if isinstance(critical, (set, frozenset)):
+        for name in sorted(critical - known - set(names)):
+            raise ConfigError(
+                f"{name_of(callback)} is critical for {name!r}, which is no event", hint=nearest(str(name), known)
+            )
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if name not in known and close and callable(getattr(callback, name)):
+            _log.warning(
+                "callback %s has a hook %s, which no host calls: did you mean %s?", name_of(callback), name, close[0]
+            )
 
 
 def find_hook(callback: Any, event: str) -> Callable[..., Any] | None:
@@ -30,6 +66,10 @@ def caller(hook: Callable[..., Any]) -> CallHook:
     Python's TypeError.
     """
     function = getattr(hook, "__func__", None)
+    if (own := getattr(function, _OWN, None)) is not None:
+        # Called by keyword, it needs no help.
+        hook = MethodType(own, hook.__self__)  # type: ignore[attr-defined]
+        function = own
     signature = _signature_of(hook, False) if function is None else _signature_of(function, True)
     positional_only, required, names, takes_all = signature
     may_lack = required & ARGUMENTS
@@ -46,6 +86,29 @@ def caller(hook: Callable[..., Any]) -> CallHook:
         return hook(*[given.pop(name) for name in positional_only if name in given], **given)
 
     return call
+
+
+def by_position(hook: Any) -> Any:
+    """A method that is `hook` for whoever calls it by keyword, and takes `args`, `state` and `control` by position, whatever `hook` names of them.
+
+    One that takes them so by itself stays as it is.
+    """
+    if hasattr(hook, _OWN):
+        return hook
+    parameters = list(inspect.signature(hook).parameters.values())[1:]
+    kinds = [parameter.kind for parameter in parameters]
+    first = [p.name for p in parameters[:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_more = inspect.Parameter.VAR_KEYWORD in kinds
+    if inspect.Parameter.VAR_POSITIONAL in kinds or (first == list(_POSITIONAL) and takes_more):
+        return hook
+
+    @wraps(hook)
+    def method(self: Any, *positional: Any, **arguments: Any) -> Any:
+        arguments.update(zip(_POSITIONAL, positional, strict=False))
+        return caller(MethodType(hook, self))(arguments)
+
+    setattr(method, _OWN, hook)
+    return method
 
 
 def _is_no_op(hook: Any, name: str) -> bool:

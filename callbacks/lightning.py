@@ -125,6 +125,11 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     def proof(self) -> str:
         return self._data.proof
 
+    @classmethod
+    def like(cls, saving: SaveModelCallback) -> LightningCallback:
+        """One that saves as `saving` would in another host, as far as its arguments mean something here."""
+        return cls(saving.manager, saving.policy, save_at_end=saving.save_at_end)
+
     def ask_to_save(self) -> None:
         """Save at the edge of the step under way, or of the last one between two steps, whatever the policy says; in the training thread."""
         self._is_asked = True

@@ -14,15 +14,40 @@ from typing import Any
 
 from ckptmgr.callbacks import facts, lightning_loops
 from ckptmgr.callbacks.base import TrainerControl, TrainerState
+from ckptmgr.callbacks.lightning import LightningCallback
 from ckptmgr.callbacks.lightning_io import base_class
 from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.core.errors import ConfigError
 
-__all__ = ["LightningCallbacks"]
+__all__ = ["LightningCallbacks", "lightning_callbacks"]
 
 _log = logging.getLogger(__name__)
 _Callback: Any = base_class("callbacks", "Callback")
 # Lightning takes these decisions itself, before any callback could.
 _NOT_HERE = ("should_evaluate", "should_epoch_stop", "should_log")
+
+
+def lightning_callbacks(source: Any, *, manager: Any = None, **options: Any) -> list[Any]:
+    """What `ckptmgr.yaml` names, for `Trainer(callbacks=…)`: its callbacks, and a `LightningCallback` in place of its `SaveModelCallback`.
+
+    Args:
+        source: as for `CallbackManager.from_config`.
+        manager: of checkpoints; by default the one that the configuration describes. It is the `manager` of the last one of the list.
+        options: of `CallbackManager`.
+
+    Raises:
+        ConfigError: a mistake in it, with its place and what is allowed.
+    """
+    from ckptmgr.callbacks.configuration import callbacks_of
+
+    dispatcher, saving = CallbackManager(**options), []
+    for callback, how in callbacks_of(source, manager=manager):
+        if isinstance(callback, SaveModelCallback):
+            saving.append(LightningCallback.like(callback))
+        else:
+            dispatcher.add(callback, **how)
+    return [LightningCallbacks(dispatcher), *saving]
 
 
 class LightningCallbacks(_Callback):  # type: ignore[misc]
@@ -38,6 +63,9 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
     Args:
         callbacks: callbacks, or a `CallbackManager`.
         options: of `CallbackManager`.
+
+    Raises:
+        ConfigError: a `SaveModelCallback` is among them: Lightning's files are saved by a `LightningCallback`.
     """
 
     dispatches_to_ckptmgr = True
@@ -46,6 +74,11 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
         super().__init__()
         if not isinstance(callbacks, CallbackManager):
             callbacks = CallbackManager(callbacks, **options)
+        if any(isinstance(each, SaveModelCallback) for each in callbacks.callbacks):
+            raise ConfigError(
+                "SaveModelCallback saves nothing in Lightning's Trainer",
+                hint="give the Trainer LightningCallback(manager) beside this, or lightning_callbacks('ckptmgr.yaml'), which does both",
+            )
         self.callbacks = callbacks
         self._state = TrainerState()
         self._control = TrainerControl()

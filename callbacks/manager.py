@@ -12,8 +12,8 @@ from typing import Any
 from ckptmgr.callbacks import huggingface_states, privilege
 from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.background import Background
-from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of
-from ckptmgr.callbacks.hooks import CallHook, caller, find_hook
+from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of, number_of
+from ckptmgr.callbacks.hooks import CallHook, caller, check_hooks, find_hook
 from ckptmgr.callbacks.isolation import Failures
 from ckptmgr.callbacks.timings import Timing, summary
 from ckptmgr.core.errors import ConfigError, IncompatibleStateError
@@ -171,26 +171,24 @@ class CallbackManager(Callback):
         callback: Any,
         *,
         name: str | None = None,
-        priority: int | None = None,
+        priority: int | str | None = None,
         run_async: bool = False,
     ) -> None:
         """Add a callback, or an instance of a callback class. From inside a hook: it takes part from the next event on.
 
         Args:
             name: what it is called in logs and in saved state; by default its own `name`, or its class.
-            priority: in place of its own; smaller numbers run first.
+            priority: in place of its own: a number, smaller ones run first, or the name of a `Priority`.
             run_async: run it in a thread of its own, so that training never waits for it: see `ckptmgr.callbacks.background`. For callbacks that
                 watch: what it sets in `control` has no effect.
 
         Raises:
-            ConfigError: `callback` has no `on_…` method, or is in already; or is critical, with `run_async`.
+            ConfigError: `callback` has no `on_…` method, or is in already; is critical for what is no event, or with `run_async`; or there is no
+                such priority.
         """
         if isinstance(callback, type):
             callback = callback()
-        if not any(attribute.startswith("on_") for attribute in dir(callback)):
-            raise ConfigError(
-                f"{callback!r} has no on_… method", hint="derive from Callback, or name the hooks as it does"
-            )
+        check_hooks(callback)
         if any(entry.callback is callback for entry in self._entries):
             raise ConfigError(
                 f"the callback {name_of(callback)} was added already", hint="make a second instance of it"
@@ -205,7 +203,7 @@ class CallbackManager(Callback):
         entry = _Entry(
             callback=callback,
             target=Background(callback, failures) if run_async else callback,
-            priority=int(getattr(callback, "priority", Priority.NORMAL) if priority is None else priority),
+            priority=number_of(getattr(callback, "priority", Priority.NORMAL) if priority is None else priority),
             name=failures.name,
             failures=failures,
         )
@@ -349,7 +347,7 @@ class CallbackManager(Callback):
             spent = now - started
             hook.timing.add(spent)
             self._spent_s += spent
-            if spent > self.slow_s:
+            if spent > self.slow_s and not isinstance(entry.callback, CallbackManager):  # which has said it itself
                 self._say_slow(entry, event, hook, spent, now)
             if before is not None and self._watch is not None:
                 self._watch.after(entry.name, entry.callback, event, state, before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 from ckptmgr.core.errors import ConfigError
@@ -45,8 +47,9 @@ def parse(text: str, name: str) -> Document:
     import yaml
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        loader = yaml.SafeLoader("")
+        kind = _loader()
+        root = yaml.compose(text, Loader=kind)
+        loader = kind("")
         lines: dict[Place, int] = {}
         value = None if root is None else _plain(root, (), lines, loader, name, set())
     except yaml.MarkedYAMLError as error:
@@ -59,6 +62,20 @@ def parse(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: this is no YAML: {error}", hint="is it a text file?") from error
     return Document(value=value, name=name, lines=lines)
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML's safe loader, for which 1e-3 is a number, as in YAML 1.2 and JSON; by itself it wants 1.0e-3."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+    return Loader
 
 
 def spelled(place: Place) -> str:

@@ -123,6 +123,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Con
     """
     if isinstance(source, Mapping):
         document = Document(value=dict(source))
+    elif not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"{source!r} is no configuration", hint="give the path of a file, or its values as a dict")
     else:
         path = Path(source)
         try:
@@ -231,7 +233,7 @@ def save_policy(section: SaveSection | None, document: Document) -> SavePolicy |
                 direction = better_direction(metric, mode, ())
             except ConfigError as error:
                 raise document.error(
-                    ("save", name, index), error.message, f"write {metric}:min or {metric}:max"
+                    ("save", name, index), error.message, "write METRIC:min or METRIC:max, and how many as METRIC:min:K"
                 ) from error
             parts.append(kind(metric, mode=direction, k=k))
     return AnyOf(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None

@@ -239,6 +239,24 @@ def test_an_anchor_is_followed_and_one_within_itself_is_refused(tmp_path: Path) 
         CallbackManager.from_config(written(tmp_path / "c.yaml", "keep: &k {last: *k}\n"))
 
 
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 0.001), ("2E4", 2e4), ("-1.5e+2", -150.0), ("1.", 1.0), ("7", 7)])
+def test_numbers_are_those_of_json(tmp_path: Path, text: str, value: float) -> None:
+    """To PyYAML by itself, 1e-3 is text."""
+    path = written(
+        tmp_path / "a.yaml", f"callbacks: [{{type: 'my_callbacks:Mine', params: {{limit: 1, label: {text}}}}}]"
+    )
+    label = CallbackManager.from_config(path).callbacks[0].label
+    assert (label, type(label)) == (value, type(value))
+
+
+@pytest.mark.parametrize("source", [None, 3])
+def test_what_is_no_configuration(source: Any) -> None:
+    """A mistake of the caller's."""
+    with pytest.raises(ConfigError, match="is no configuration - give the path of a file, or its values as a dict"):
+        CallbackManager.from_config(source)
+
+
 def test_a_plugin_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points of the group `ckptmgr.callbacks`; a broken one says which it is."""
     good = SimpleNamespace(name="Theirs", value="theirs:Mine", load=lambda: Mine)

@@ -576,3 +576,79 @@ def test_a_callback_is_told_who_dispatches_to_it_and_what_all_hooks_took() -> No
     assert manager.spent_s == 4.0
     assert inner.spent_s == 2.0
     assert seen == [0.0, 0.0, 2.0, 1.0]
+
+
+# --- hosts that call by position, and mistakes that would stay unnoticed ------------------------------------------------------
+
+
+def test_a_host_that_calls_by_position_reaches_any_hook() -> None:
+    """As transformers does, without a manager: hooks that name what they need, in any order."""
+    got: list[Any] = []
+
+    class Some(Callback):
+        def on_log(self, state: TrainerState, control: TrainerControl, logs: Any, **kwargs: Any) -> None:
+            got.append((state.global_step, control.should_save, logs, sorted(kwargs)))
+
+        def on_step_end(self, model: Any) -> None:
+            got.append(model)
+
+        def on_train_begin(self, **kwargs: Any) -> None:
+            got.append(sorted(kwargs))
+
+    class More(Some):
+        def on_step_end(self, model: Any) -> None:
+            super().on_step_end(model=f"more {model}")
+
+    some: Any = More()
+    state, control = TrainerState(global_step=3), TrainerControl()
+    some.on_log("args", state, control, logs={"loss": 1.0}, model="m")
+    some.on_step_end("args", state, control, model="m", optimizer="o")
+    some.on_train_begin("args", state, control, model="m")
+    expected = [(3, False, {"loss": 1.0}, ["args", "model"]), "more m", ["args", "control", "model", "state"]]
+    assert got == expected
+    got.clear()
+    manager = CallbackManager([some])
+    manager.on_log("args", state, control, logs={"loss": 1.0}, model="m")
+    manager.on_step_end("args", state, control, model="m", optimizer="o")
+    manager.on_train_begin("args", state, control, model="m")
+    assert got == expected
+
+
+def test_an_event_that_is_none_is_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A critical callback that never raises, and a hook that nobody calls."""
+
+    class Misspelt(Callback):
+        def on_step_ended(self, **kwargs: Any) -> None:
+            pass
+
+    CallbackManager([Misspelt()])
+    assert "callback Misspelt has a hook on_step_ended, which no host calls: did you mean on_step_end?" in caplog.text
+    recorder = Recorder([])
+    recorder.critical = frozenset({"on_step_endd"})
+    with pytest.raises(
+        ConfigError, match=r"Recorder is critical for 'on_step_endd', which is no event - did you mean on_step_end\?"
+    ):
+        CallbackManager([recorder])
+
+
+def test_a_priority_by_name() -> None:
+    """As in a file."""
+    seen: list[str] = []
+    manager = CallbackManager([Recorder(seen, "first")])
+    manager.add(Recorder(seen, "early"), priority="FIRST")
+    step_end(manager)
+    assert seen == ["early", "first"]
+    with pytest.raises(ConfigError, match="there is no priority 'EARLY' - use a number, or one of FIRST, SAVE"):
+        manager.add(Recorder(seen), priority="EARLY")
+
+
+def test_a_slow_callback_of_a_nested_manager_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By its own name."""
+    clock = Seconds()
+
+    class Slow(Callback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            clock.now += 0.25
+
+    step_end(CallbackManager([CallbackManager([Slow()], clock=clock)], clock=clock))
+    assert [record.getMessage().split(" took")[0] for record in caplog.records] == ["callback Slow"]

@@ -13,6 +13,7 @@ import torch
 
 from ckptmgr.callbacks.base import EVENTS, Callback, TrainerControl, TrainerState
 from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.policies import EveryNSteps
 from ckptmgr.testing.events import EventRecorder, agree
 from ckptmgr.training.manager import CheckpointManager
@@ -97,7 +98,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fit:
             default_root_dir=tmp_path,
             accumulate_grad_batches=2,
             log_every_n_steps=2,
-            callbacks=[LightningCallbacks(callbacks), *others],
+            callbacks=[*([LightningCallbacks(callbacks)] if callbacks else []), *others],
             **{"max_epochs": 2, **options},
         )
         trainer.fit(Module(), loader, loader, ckpt_path=ckpt_path)
@@ -297,3 +298,27 @@ def test_the_page_of_events(fit: Fit) -> None:
     recorder = EventRecorder()
     fit(recorder, limit_val_batches=1)
     agree("Lightning", recorder.told(), Path(__file__).parents[2] / "docs" / "events.md")
+
+
+def test_a_file_configures_it_and_saving(fit: Fit, tmp_path: Path) -> None:
+    """The callbacks of `ckptmgr.yaml`, and checkpoints of Lightning by its policy."""
+    from ckptmgr.callbacks.lightning_events import LightningCallbacks, lightning_callbacks
+
+    path = tmp_path / "ckptmgr.yaml"
+    path.write_text(
+        f"run: {tmp_path}/run\nlocal_dir: {tmp_path}/local\nsave: {{every_n_steps: 3}}\n"
+        "callbacks: [{type: EarlyStoppingCallback, params: {monitor: val_loss, threshold: 1e3}}]\n"
+    )
+    events, saving = lightning_callbacks(path)
+    assert [type(each).__name__ for each in events.callbacks.callbacks] == ["EarlyStoppingCallback"]
+    trainer = fit(others=[events, saving])
+    assert trainer.global_step == 2
+    assert [each.step for each in saving.manager.list()] == [2]
+    with pytest.raises(ConfigError, match="SaveModelCallback saves nothing in Lightning's Trainer"):
+        LightningCallbacks(CallbackManager.from_config(path))
+
+
+def test_a_bare_callback_says_where_it_belongs(fit: Fit) -> None:
+    """Lightning asks its callbacks for what this one does not have."""
+    with pytest.raises(TypeError, match="Records is no callback of Lightning's: give its Trainer LightningCallbacks"):
+        fit(others=[Records()])
