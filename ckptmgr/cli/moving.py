@@ -280,12 +280,26 @@ def _launch(
     """Run COMMAND, drain the local tier, and return the exit code of both."""
     import tempfile
 
+    from ckptmgr.backends.registry import normalize_url
     from ckptmgr.core.errors import DriftError
     from ckptmgr.run.conditions import REFUSE_ENV
-    from ckptmgr.run.launch import ATTEMPT_ENV, LOCAL_DIR_ENV, REFUSAL_ENV, RESUME_ENV, fill_in, launch, told_refusal
+    from ckptmgr.run.launch import (
+        ATTEMPT_ENV,
+        LOCAL_DIR_ENV,
+        REFUSAL_ENV,
+        RESUME_ENV,
+        RUN_ENV,
+        fill_in,
+        launch,
+        told_refusal,
+    )
 
     path = None if resumed is None else str(resumed.path)
-    environment = {RESUME_ENV: path or "", ATTEMPT_ENV: "" if resumed is None else str(resumed.attempt)}
+    environment = {
+        RESUME_ENV: path or "",
+        ATTEMPT_ENV: "" if resumed is None else str(resumed.attempt),
+        RUN_ENV: normalize_url(run_url),
+    }
     if local_dir is not None:
         environment[LOCAL_DIR_ENV] = os.path.abspath(local_dir)
     if refused:

@@ -19,6 +19,8 @@ RESUME_ENV = "CKPTMGR_RESUME_FROM"
 # The highest attempt of the run when that was chosen: once there is a higher one, COMMAND has begun from it, and a process that it starts again has not.
 ATTEMPT_ENV = "CKPTMGR_RESUME_ATTEMPT"
 LOCAL_DIR_ENV = "CKPTMGR_LOCAL_DIR"
+# The run that `ckptmgr resume` was given: a COMMAND that saves to another one is told.
+RUN_ENV = "CKPTMGR_RESUME_RUN"
 # A file in which COMMAND says that it refused to go on for a drift: a traceback's 1 would be taken for a failure that may pass.
 REFUSAL_ENV = "CKPTMGR_REFUSAL_FILE"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)

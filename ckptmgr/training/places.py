@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from ckptmgr.backends.base import Backend
@@ -12,7 +14,10 @@ from ckptmgr.backends.registry import open_store
 from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError, ConflictError, PermanentBackendError
 from ckptmgr.run.directory import RunDirectory
+from ckptmgr.run.launch import RUN_ENV
 from ckptmgr.run.tier import LocalTier
+
+_log = logging.getLogger(__name__)
 
 
 def open_places(
@@ -29,6 +34,9 @@ def open_places(
         ConflictError: the local directory is another run's; nothing was made (K100).
         BackendError: the store could not be asked.
     """
+    resumed = os.environ.get(RUN_ENV)
+    if resumed and resumed != url:
+        _say_two_runs(resumed, url)
     fs, root = open_store(url, policy=retry, stop=stop)
     if wrap_backend is not None:
         fs = wrap_backend(fs)
@@ -46,6 +54,14 @@ def open_places(
         exc.message = f"the local directory cannot be used: {exc.message}"
         exc.hint = exc.hint or "give local_dir, or CKPTMGR_LOCAL_DIR, a place on a local disk that can be written"
         raise
+
+
+@cache
+def _say_two_runs(resumed: str, url: str) -> None:
+    """Once per process."""
+    _log.warning(
+        "`ckptmgr resume %s` has started this process, which uses the run %s: is one of them a mistake?", resumed, url
+    )
 
 
 def _run_of(tier: LocalTier, url: str, fs: Backend, root: str) -> RunDirectory:

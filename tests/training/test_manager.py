@@ -473,3 +473,24 @@ def test_a_rewind_whose_directory_was_changed_is_refused(
     monkeypatch.setenv("CKPTMGR_RESUME_FROM", str(tmp_path / "one"))
     with manager() as saving, pytest.raises(IntegrityError, match=r"n\.json"):
         saving.restore({"n": {}})
+
+
+def test_a_training_that_saves_to_another_run_than_the_one_resumed_is_told(
+    manager: Callable[..., CheckpointManager],
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`ckptmgr resume A -- train`, where the training's own configuration says B: once, with both."""
+    monkeypatch.setenv("CKPTMGR_RESUME_RUN", f"file://{run_dir}")
+    with manager() as right:
+        right.begin()
+    assert "ckptmgr resume" not in caplog.text
+    monkeypatch.setenv("CKPTMGR_RESUME_RUN", f"file://{run_dir}-other")
+    with manager() as wrong:
+        wrong.begin()
+        wrong.list()
+    told = [record.getMessage() for record in caplog.records if "ckptmgr resume" in record.getMessage()]
+    assert told == [
+        f"`ckptmgr resume file://{run_dir}-other` has started this process, which uses the run file://{run_dir}: is one of them a mistake?"
+    ]
