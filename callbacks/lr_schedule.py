@@ -84,6 +84,11 @@ class LRSchedulerCallback(AloneCallback):
         checks.whole(_OWNER, "cycles", cycles)
         if warmup_steps is not None and warmup_ratio is not None:
             raise ConfigError(f"{_OWNER}: both warmup_steps and warmup_ratio are given", hint="give one of them")
+        if warmup_steps is not None and total_steps is not None and warmup_steps > total_steps:
+            raise ConfigError(
+                f"{_OWNER}: the warm-up has {warmup_steps} steps, and all are {total_steps}",
+                hint="make warmup_steps smaller",
+            )
         if cycles > 1 and schedule != "cosine":
             raise ConfigError(
                 f"{_OWNER}: schedule={schedule!r} has no cycles", hint="use 'cosine', or leave cycles out"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptmgr.callbacks import huggingface_states, privilege
+from ckptmgr.callbacks import checks, huggingface_states, privilege
 from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.background import Background
 from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of, number_of
@@ -94,6 +94,8 @@ class CallbackManager(Callback):
         debug: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        checks.number("CallbackManager", "slow_s", slow_s, above=0)
+        checks.whole("CallbackManager", "most_failures", most_failures, optional=True)
         self.slow_s = slow_s
         self.stopped_by: str | None = None
         self._most_failures = most_failures

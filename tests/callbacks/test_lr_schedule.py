@@ -250,6 +250,7 @@ def test_other_groups_than_in_the_checkpoint_are_said(caplog: pytest.LogCaptureF
         {"warmup_steps": -1},
         {"warmup_ratio": 1.1},
         {"warmup_steps": 1, "warmup_ratio": 0.1},
+        {"warmup_steps": 50, "total_steps": 40},
         {"total_steps": 0},
         {"min_lr": -1},
         {"cycles": 0},

@@ -652,3 +652,10 @@ def test_a_slow_callback_of_a_nested_manager_is_named_once(caplog: pytest.LogCap
 
     step_end(CallbackManager([CallbackManager([Slow()], clock=clock)], clock=clock))
     assert [record.getMessage().split(" took")[0] for record in caplog.records] == ["callback Slow"]
+
+
+@pytest.mark.parametrize("options", [{"slow_s": -1}, {"slow_s": "1"}, {"most_failures": 0}, {"most_failures": True}])
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    """With the name and what is allowed."""
+    with pytest.raises(ConfigError, match=f"CallbackManager: {next(iter(options))} is "):
+        CallbackManager(**options)
