@@ -25,7 +25,7 @@ from typing import Any
 from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
 from ckptmgr.callbacks.huggingface_rng import CpuRng, own_states, set_own_states
 from ckptmgr.training.dataset_facts import length_of
-from ckptmgr.training.ranks import world_size
+from ckptmgr.training.ranks import is_main_process, world_size
 
 _log = logging.getLogger(__name__)
 VERSION = 1
@@ -211,7 +211,9 @@ class TrainingData:
             self._saved = saved
         expected = saved.get("next")
         if self._skipped and isinstance(expected, Mapping):
-            self._expected = expected
+            # Each rank has batches of its own.
+            self._expected = expected if is_main_process() else None
+            self.proof = self.proof if is_main_process() else "none: the checkpoint tells the main process's batch"
         else:
             self.proof = "none: the epoch ended with the checkpoint"
 

@@ -24,6 +24,7 @@ import hashlib
 import json
 import logging
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -175,6 +176,12 @@ def main() -> None:
     elif resume == "manager" and manager is not None:
         resume = manager.resume_path()
     trainer.train(resume_from_checkpoint=resume)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        # On a busy machine a native thread of torch's now and then aborts or holds up the end of the interpreter, when everything is done.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
 
 
 def parse() -> argparse.Namespace:
