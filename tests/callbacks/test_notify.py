@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -339,7 +340,7 @@ def test_what_is_given_up_is_said_once_without_the_url_and_the_next_one_is_sent(
     assert not hook.close(DEADLINE_S)
     assert [body["text"] for body in posts.bodies] == ["taken"]
     assert (hook.sent, hook.lost) == (1, 3)
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert said == [
         "a message to hooks.example.com was not sent, and training goes on: hooks.example.com answered 404",
     ]

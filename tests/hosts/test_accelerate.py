@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_nothing_is_saved_between_micro_batches(tmp_path: Path, caplog: pytest.L
                 optimizer.zero_grad()
             saved.append(checkpoints.save(number) is not None)
     assert saved == [False, True, False, True]
-    assert [record.getMessage()[:23] for record in caplog.records if record.levelname == "ERROR"] == [
+    assert [record.getMessage()[:23] for record in caplog.records if record.levelno == logging.ERROR] == [
         "step 1 is not saved: it",
         "step 3 is not saved: it",
     ]
