@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ class EventRecorder(Callback):
         cells = {name: ", ".join(each for each in OWN if each in came) or _FIRES for name, came in self.brought.items()}
         return Told(tuple(_lines(self.events)), cells)
 
-    def _ignore(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Any:
+        # An event that a newer host adds.
+        return partial(_noting(name), self) if name.startswith("on_") else super().__getattr__(name)
 
 
 def _noting(event: str) -> Any:

@@ -75,3 +75,10 @@ def test_a_page_that_says_something_else_is_found_and_can_be_written(
     with pytest.raises(AssertionError, match="TRL: events bring"):
         agree("TRL", other, page)
     assert documented("TRL", updated("TRL", other, page.read_text(encoding="utf-8"))) == other
+
+
+def test_an_event_that_a_newer_host_adds_is_recorded() -> None:
+    """Else the page would not tell of it."""
+    recorder = EventRecorder()
+    CallbackManager([recorder]).call("on_something_new", args=None, state=None, control=None, logs={})
+    assert recorder.events == ["something_new"]
