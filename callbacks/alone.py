@@ -60,7 +60,7 @@ class AloneCallback(Callback):
     def _keep(self, state: Any) -> None:
         """Have the next save of the Trainer write the state as it is now."""
         if self._key and not self.is_managed:
-            state.stateful_callbacks[self._key] = {"args": {}, "attributes": self.state_dict()}
+            huggingface.keep_entry(state, self.state_dict(), self._key)
 
     def _stay_stopped(self, state: Any, control: Any) -> None:
         """In `on_train_begin`: have a training that this has ended at the present step stay ended, where nobody else sees to it.

@@ -16,6 +16,8 @@ from ckptmgr.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_KNOWN = frozenset({*EVENTS, "on_evaluate_end"})
+
 # What hosts hand over by position, if anything.
 _POSITIONAL = ("args", "state", "control")
 # Where `by_position` keeps the hook itself.
@@ -25,27 +27,34 @@ CallHook = Callable[[Mapping[str, Any]], Any]
 
 
 def check_hooks(callback: Any) -> None:
-    """Refuse what could never be called, and name hooks that look like a misspelt event.
+    """Refuse what could never be called.
 
     Raises:
         ConfigError: `callback` has no hook at all, or is critical for what is no event.
     """
-    names = [name for name in dir(callback) if name.startswith("on_")]
+    names = _hooks_of(callback)
     if not names:
         raise ConfigError(f"{callback!r} has no on_… method", hint="derive from Callback, or name the hooks as it does")
-    known = {*EVENTS, "on_evaluate_end"}
     critical = getattr(callback, "critical", False)
     if isinstance(critical, (set, frozenset)):
-        for name in sorted(critical - known - set(names)):
+        for name in sorted(critical - _KNOWN - set(names)):
             raise ConfigError(
-                f"{name_of(callback)} is critical for {name!r}, which is no event", hint=nearest(str(name), known)
+                f"{name_of(callback)} is critical for {name!r}, which is no event", hint=nearest(str(name), _KNOWN)
             )
-    for name in names:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if name not in known and close and callable(getattr(callback, name)):
+
+
+def name_misspelt(callback: Any) -> None:
+    """Warn of hooks that look like a misspelt event."""
+    for name in _hooks_of(callback):
+        close = [] if name in _KNOWN else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.85)
+        if close and callable(getattr(callback, name)):
             _log.warning(
                 "callback %s has a hook %s, which no host calls: did you mean %s?", name_of(callback), name, close[0]
             )
+
+
+def _hooks_of(callback: Any) -> list[str]:
+    return [name for name in dir(callback) if name.startswith("on_")]
 
 
 def find_hook(callback: Any, event: str) -> Callable[..., Any] | None:

@@ -206,19 +206,19 @@ def begin(
         raise _explained(refusal, host, step, [place for place in places if place is not None]) from refusal
 
 
-def entry_in(state: Any) -> Mapping[str, Any]:
+def entry_in(state: Any, key: str = _STATE_KEY) -> Mapping[str, Any]:
     """What `keep_entry` kept, from a resumed `state`; empty if it has nothing of the kind."""
     try:
-        entry = state.stateful_callbacks[_STATE_KEY]["attributes"]
+        entry = state.stateful_callbacks[key]["attributes"]
     except (AttributeError, KeyError, TypeError):
         return {}
     return entry if isinstance(entry, Mapping) else {}
 
 
-def keep_entry(state: Any, entry: Mapping[str, Any]) -> None:
+def keep_entry(state: Any, entry: Mapping[str, Any], key: str = _STATE_KEY) -> None:
     """Have the Trainer's next save write `entry`, JSON values all through."""
     if isinstance(getattr(state, "stateful_callbacks", None), dict):
-        state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": dict(entry)}
+        state.stateful_callbacks[key] = {"args": {}, "attributes": dict(entry)}
 
 
 def stopped_by(state: Any) -> str | None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.huggingface import STATES_KEY
 
 _log = logging.getLogger(__name__)
@@ -37,13 +38,9 @@ def keep(state: Any, states: Mapping[str, Any]) -> None:
     # An entry of an earlier step is not left there.
     state.stateful_callbacks.pop(STATES_KEY, None)
     if kept:
-        state.stateful_callbacks[STATES_KEY] = {"args": {}, "attributes": kept}
+        huggingface.keep_entry(state, kept, STATES_KEY)
 
 
 def kept(state: Any) -> Mapping[str, Any]:
     """What `keep` has put into the state that a resumed training begins with; empty if there is nothing of the kind."""
-    try:
-        found = state.stateful_callbacks[STATES_KEY]["attributes"]
-    except (AttributeError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+    return huggingface.entry_in(state, STATES_KEY)

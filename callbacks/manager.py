@@ -13,7 +13,7 @@ from ckptmgr.callbacks import checks, huggingface_states, privilege
 from ckptmgr.callbacks.alone import AloneCallback
 from ckptmgr.callbacks.background import Background
 from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of, number_of
-from ckptmgr.callbacks.hooks import CallHook, caller, check_hooks, find_hook
+from ckptmgr.callbacks.hooks import CallHook, caller, check_hooks, find_hook, name_misspelt
 from ckptmgr.callbacks.isolation import Failures
 from ckptmgr.callbacks.timings import Timing, summary
 from ckptmgr.core.errors import ConfigError, IncompatibleStateError
@@ -191,6 +191,7 @@ class CallbackManager(Callback):
         if isinstance(callback, type):
             callback = callback()
         check_hooks(callback)
+        name_misspelt(callback)
         if any(entry.callback is callback for entry in self._entries):
             raise ConfigError(
                 f"the callback {name_of(callback)} was added already", hint="make a second instance of it"

@@ -257,6 +257,20 @@ def test_what_is_no_configuration(source: Any) -> None:
         CallbackManager.from_config(source)
 
 
+def test_a_misspelt_hook_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Though its class is looked at when it is made, and again when it is added."""
+
+    class Misspelt(Callback):
+        def on_step_ended(self, **kwargs: Any) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "my_callbacks", SimpleNamespace(Misspelt=Misspelt))
+    CallbackManager.from_config({"callbacks": ["my_callbacks:Misspelt"]})
+    assert [record.getMessage() for record in caplog.records] == [
+        "callback Misspelt has a hook on_step_ended, which no host calls: did you mean on_step_end?"
+    ]
+
+
 def test_a_plugin_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points of the group `ckptmgr.callbacks`; a broken one says which it is."""
     good = SimpleNamespace(name="Theirs", value="theirs:Mine", load=lambda: Mine)
