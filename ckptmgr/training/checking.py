@@ -16,6 +16,8 @@ from ckptmgr.training.preemption import Preemption
 from ckptmgr.transfer.alarm import FailureBudget
 from ckptmgr.transfer.queue import QueueRules
 
+PIECES_HINT = 'give the pieces by name, such as {"model": model, "optimizer": optimizer}'
+
 
 def step_of(value: Any) -> int:
     """A step: a whole number, 0 or more, also from NumPy or a 0-d tensor.

@@ -20,6 +20,21 @@ from ckptmgr.training.restore_report import RestoreReport, piece_kinds
 logger = logging.getLogger(__name__)
 
 
+class Described:
+    """What a host says of its training, and what is known besides."""
+
+    def __init__(self) -> None:
+        self._said = Conditions()
+
+    def add(self, conditions: Conditions) -> None:
+        """What is None in `conditions` stays as it is known already."""
+        self._said = combined(self._said, conditions)
+
+    def now(self, pieces: Mapping[str, Any] | None = None) -> Conditions:
+        """What training runs under now; see `present`."""
+        return present(self._said, pieces)
+
+
 def combined(*parts: Conditions) -> Conditions:
     """All of `parts` as one: what is known in a later one counts; tables are joined."""
     values: dict[str, Any] = {}

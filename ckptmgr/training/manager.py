@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,42 +14,33 @@ from ckptmgr.backends.base import Backend
 from ckptmgr.backends.registry import normalize_url
 from ckptmgr.backends.retry import PATIENT, RetryPolicy
 from ckptmgr.core.conditions import Conditions, drift_names
-from ckptmgr.core.errors import CkptmgrError, ConfigError, ConflictError
+from ckptmgr.core.errors import CkptmgrError, ConflictError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.policies import Moment, SavePolicy, StepEnded
 from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.run.conditions import refused_by_environment
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.training.checking import (
-    epoch_of,
-    metrics_of,
-    reasons_of,
-    require,
-    require_arguments,
-    require_one_of,
-    require_seconds,
-    step_of,
-)
+from ckptmgr.training.beginning import begin_session
+from ckptmgr.training.checking import PIECES_HINT, require, require_arguments
 from ckptmgr.training.choosing import Chooser
-from ckptmgr.training.conditions import combined, present
+from ckptmgr.training.conditions import Described
+from ckptmgr.training.deciding import Decisions, urgent_reasons
+from ckptmgr.training.ending import leave, say_what_is_left
 from ckptmgr.training.parent import parent_of
-from ckptmgr.training.places import open_places, refuse_one_place
+from ckptmgr.training.places import local_dir_of, open_places
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.ranks import is_main_process
 from ckptmgr.training.report import CloseReport, ManagerStatus
-from ckptmgr.training.restoring import MEMORY, Ready, Restored, Restoring
+from ckptmgr.training.restoring import Restored, Restoring
 from ckptmgr.training.saving import Facts, Saver
-from ckptmgr.training.session import Session, Settings, begin_session, warn_of_shortage
+from ckptmgr.training.session import Session
+from ckptmgr.training.settings import Settings
 from ckptmgr.transfer.alarm import FailureBudget
 from ckptmgr.transfer.ending import LeftS, no_limit
 from ckptmgr.transfer.queue import QueueRules
-from ckptmgr.transfer.status import UploadStatus
-from ckptmgr.transfer.tidying import Retention
 
-logger = logging.getLogger(__name__)
 TRANSFER_ENV = "CKPTMGR_TRANSFER"
-_PIECES_HINT = 'give the pieces by name, such as {"model": model, "optimizer": optimizer}'
 
 
 class CheckpointManager:
@@ -115,66 +104,46 @@ class CheckpointManager:
         prometheus: str | os.PathLike[str] | None = None,
         refuse_drift: Sequence[str] = (),
     ) -> None:
-        host: str = transfer or os.environ.get(TRANSFER_ENV) or "process"
-        require_one_of("on_existing", on_existing, "refuse", "new-lineage")
-        require_one_of("on_save_error", on_save_error, "log", "raise")
-        require_one_of("transfer", host, "process", "thread")
-        require_arguments(
-            url=url,
-            local_dir=local_dir or ".",
-            save=save,
+        require_arguments(url=url, local_dir=local_dir or ".", save=save, preemption=preemption)
+        self._settings = Settings(
             keep=keep,
             keep_local=keep_local,
+            on_existing=on_existing,
+            on_save_error=on_save_error,
             queue=queue,
             failures=failures,
-            preemption=preemption,
             strict=strict,
-            retry=retry,
-        )
-        require_seconds("linger_s", linger_s)
-        require_seconds("close_timeout_s", close_timeout_s)
-        require_seconds("retry_after_s", retry_after_s)
-        if wrap_backend is not None and not callable(wrap_backend):
-            raise ConfigError(f"wrap_backend is {wrap_backend!r}", hint="give a function from a backend to a backend")
-        self.url = normalize_url(url)
-        run_name = self.url.rsplit("/", 1)[-1]
-        self.local_dir = Path(
-            os.path.abspath(local_dir or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{run_name}")
-        )
-        refuse_one_place(self.url, self.local_dir)
-        self.save_policy = save
-        self.preemption = preemption
-        self.strict = strict
-        self._settings = Settings(
-            retention=Retention(store=keep, local=keep_local),
-            queue=queue,
-            failures=failures,
-            in_process=host == "thread",
+            transfer=transfer or os.environ.get(TRANSFER_ENV) or "process",
             linger_s=linger_s,
-            pause_s=retry_after_s,
             close_timeout_s=close_timeout_s,
-            strict=strict,
-            raise_save_errors=on_save_error == "raise",
             retry=retry,
+            retry_after_s=retry_after_s,
             wrap_backend=wrap_backend,
             prometheus=None if prometheus is None else Path(os.path.abspath(prometheus)),
         )
-        self._on_existing = on_existing
+        self.url = normalize_url(url)
+        self.local_dir = local_dir_of(self.url, local_dir)
+        self.save_policy = save
+        self.preemption = preemption
+        self.strict = strict
         self._stop = threading.Event()
-        chooser = Chooser(
-            self._open,
+        self._described = Described()
+        self._decisions = Decisions()
+        self._restoring = Restoring(
+            Chooser(
+                self._open,
+                self.local_dir,
+                url=self.url,
+                new_lineage=self._settings.new_lineage,
+                drain_s=close_timeout_s,
+            ),
             self.local_dir,
-            url=self.url,
-            new_lineage=on_existing == "new-lineage",
-            drain_s=close_timeout_s,
+            refused=drift_names(refuse_drift) | refused_by_environment(),
+            described=self._described,
+            decisions=self._decisions,
+            refuse_late=self._refuse_late,
         )
-        refused = drift_names(refuse_drift) | refused_by_environment()
-        self._restoring = Restoring(chooser, self.local_dir, refused=refused)
-        self._described = Conditions()
         self._session: Session | None = None
-        self._report: CloseReport | None = None
-        # Not since the machine started: a resume may be on another one.
-        self._made_s = time.monotonic()
 
     # --- restoring --------------------------------------------------------------------------------------------------------
 
@@ -204,13 +173,7 @@ class CheckpointManager:
             DriftError: something that was to be refused is not as it was; nothing was loaded.
             IncompatibleStateError: the checkpoint does not fit; `state` may be partly loaded.
         """
-
-        def ready() -> Ready:
-            self._refuse_if_begun()
-            require("state", state, Mapping, _PIECES_HINT)
-            return present(self._described, state), drift_names(refuse_drift)
-
-        return self._restoring.restore(state, selector, strict=strict, ready=ready)
+        return self._restoring.restore(state, selector, strict=strict, refuse_drift=refuse_drift)
 
     def resume_path(self, selector: str = "latest") -> Path | None:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
@@ -221,7 +184,7 @@ class CheckpointManager:
         Raises:
             ConflictError, CkptmgrError, DriftError: as `restore`.
         """
-        return self._restoring.path(selector, ready=self._ready)
+        return self._restoring.path(selector)
 
     def newer_than(self, directory: str | os.PathLike[str]) -> Path | None:
         """What to resume from instead of `directory`, put on disk as by `resume_path`; None if rank 0's `directory` is right.
@@ -229,18 +192,7 @@ class CheckpointManager:
         Within `ckptmgr resume RUN -- COMMAND`, CKPTMGR_RESUME_FROM is what was the newest, or was asked for, when COMMAND began. A process that COMMAND
         starts again (`torchrun --max-restarts`) finds the same path there: what was saved since then is the one to go on from.
         """
-        return self._restoring.newer_than(Path(os.path.abspath(directory)), ready=self._ready)
-
-    def _ready(self) -> Ready:
-        self._refuse_if_begun()
-        return self.conditions, frozenset()
-
-    def _refuse_if_begun(self) -> None:
-        if self._session is not None:
-            raise ConflictError(
-                "this process has already begun to save, so it cannot restore",
-                hint="restore before the first save or train()",
-            )
+        return self._restoring.newer_than(Path(os.path.abspath(directory)))
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -266,7 +218,6 @@ class CheckpointManager:
             run,
             tier,
             self._restoring.parent,
-            new_lineage=self._on_existing == "new-lineage",
             settings=self._settings,
             stop=self._stop,
             expected_bytes=expected_bytes,
@@ -297,20 +248,8 @@ class CheckpointManager:
         Args:
             moment: `StepEnded(step=…)`, `Evaluated(step=…, metrics=…)` or `EpochEnded(step=…, epoch=…)`.
         """
-        urgent = self._urgent_reason() if isinstance(moment, StepEnded) else ()
-        if self.save_policy is None:
-            return urgent
-        if isinstance(moment, StepEnded) and moment.time_s is None:
-            moment = replace(moment, time_s=time.monotonic() - self._made_s)
-        decision = self.save_policy.decide(moment, self._restoring.memory)
-        self._restoring.memory = decision.memory
-        for notice in decision.notices:
-            logger.warning("%s", notice)
-        return (*decision.reasons, *urgent)
-
-    def _urgent_reason(self) -> tuple[str, ...]:
-        notice = None if self.preemption is None else self.preemption.agreed()
-        return () if notice is None or self.preemption is None or not self.preemption.save_wanted else (notice.source,)
+        urgent = urgent_reasons(self.preemption) if isinstance(moment, StepEnded) else ()
+        return (*self._decisions.ask(self.save_policy, moment), *urgent)
 
     @property
     def should_stop(self) -> str | None:
@@ -353,11 +292,14 @@ class CheckpointManager:
             ConfigError: `state` holds something that cannot be saved: a mistake in the program.
             CkptmgrError: with `on_save_error="raise"`, this save failed, or one before it did in the background.
         """
-        require("state", state, Mapping, _PIECES_HINT)
-        if self._restoring.memory:
-            state = {**state, MEMORY: dict(self._restoring.memory)}
-        facts = self._facts(step, epoch, metrics, reasons, metric_modes, pieces=state)
-        return self._save(facts, lambda saver, urgent: saver.save(state, facts, urgent=urgent), wait=wait)
+        require("state", state, Mapping, PIECES_HINT)
+        pieces = self._decisions.with_memory(state)
+        facts = Facts.checked(
+            step, epoch=epoch, metrics=metrics, reasons=reasons, metric_modes=self._modes(metric_modes)
+        )
+        return self._save(
+            facts, lambda saver, whole, urgent: saver.save(pieces, whole, urgent=urgent), pieces=pieces, wait=wait
+        )
 
     def take(
         self,
@@ -378,46 +320,39 @@ class CheckpointManager:
             final: the framework never writes to these files again; False: they are copied.
             framework: what wrote them, for the manifest: `{"framework": "transformers", "transformers": "5.24.0"}`.
         """
-        facts = self._facts(step, epoch, metrics, reasons, metric_modes, framework=framework)
+        facts = Facts.checked(
+            step,
+            epoch=epoch,
+            metrics=metrics,
+            reasons=reasons,
+            metric_modes=self._modes(metric_modes),
+            framework=framework,
+        )
         path = Path(os.path.abspath(directory))
-        return self._save(facts, lambda saver, urgent: saver.take(path, facts, final=final, urgent=urgent), wait=wait)
-
-    def _facts(
-        self,
-        step: int,
-        epoch: float | None,
-        metrics: Mapping[str, float] | None,
-        reasons: Sequence[str],
-        metric_modes: Mapping[str, str] | None,
-        *,
-        framework: Mapping[str, str] | None = None,
-        pieces: Mapping[str, Any] | None = None,
-    ) -> Facts:
-        return Facts(
-            step=step_of(step),
-            epoch=epoch_of(epoch),
-            metrics=metrics_of(metrics),
-            reasons=reasons_of(reasons),
-            metric_modes=self._modes() if metric_modes is None else metric_modes,
-            framework=framework or {},
-            # Only where it is saved: whoever looks at a working tree starts a program.
-            conditions=present(self._described, pieces) if is_main_process() else Conditions(),
+        return self._save(
+            facts, lambda saver, whole, urgent: saver.take(path, whole, final=final, urgent=urgent), wait=wait
         )
 
-    def _save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
+    def _save(
+        self,
+        facts: Facts,
+        begin_to: Callable[[Saver, Facts, bool], str | None],
+        *,
+        pieces: Mapping[str, Any] | None = None,
+        wait: bool,
+    ) -> str | None:
         if not is_main_process():
             return None
         self.begin()
-        if self._session is None or self._report is not None:
+        if self._session is None or self._session.is_closed:
             raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
-        return self._session.save(facts, begin_to, wait=wait)
+        return self._session.save(replace(facts, conditions=self._described.now(pieces)), begin_to, wait=wait)
 
     def reserve(self, state: Mapping[str, Any]) -> None:
         """Get the buffers for saves of `state` ready in the background, so that the first save, too, costs no more than a copy; warns when the
         memory or the disk is too small. Call it once the optimizer has its state."""
-        if self._session is not None and self._report is None:
-            needed = self._session.saver.reserve(state)
-            warn_of_shortage(self._session.tier, needed, self._settings.queue)
+        if self._session is not None:
+            self._session.reserve(state)
 
     def wait_saved(self, timeout_s: float | None = None) -> bool:
         """Wait until everything saved so far is committed locally, or has failed; False if that takes longer than `timeout_s`."""
@@ -430,14 +365,12 @@ class CheckpointManager:
             deadline_s: seconds left; for the log.
         """
         if self._session is not None:
-            if deadline_s is not None:
-                logger.info("uploads hurry: %.0f s are left", deadline_s)
-            self._session.hurry()
+            self._session.hurry(deadline_s)
 
     @property
     def conditions(self) -> Conditions:
         """What training runs under, as far as it is known: world size, versions of libraries, git commit, and what `describe` was told."""
-        return present(self._described)
+        return self._described.now()
 
     def describe(self, conditions: Conditions) -> None:
         """Say what training runs under, such as its batch size. Each manifest carries it, and a resume compares it with what it runs under itself.
@@ -446,7 +379,7 @@ class CheckpointManager:
         (`ResumableLoader`), and the classes of the pieces, need not be told.
         """
         require("conditions", conditions, Conditions, "give Conditions(batch_size=…)")
-        self._described = combined(self._described, conditions)
+        self._described.add(conditions)
 
     # --- looking and ending -----------------------------------------------------------------------------------------------
 
@@ -457,18 +390,9 @@ class CheckpointManager:
 
     def status(self) -> ManagerStatus:
         """What is pending, what failed, and whether a newer attempt has taken over. Reads the local tier only, never the store."""
-        session = self._session
-        return ManagerStatus(
-            run=self.url,
-            local_dir=str(self.local_dir),
-            attempt=None if session is None else session.attempt,
-            superseded=session is not None and session.superseded,
-            saved=0 if session is None else session.saved_count,
-            skipped=0 if session is None else session.skipped_count,
-            save_failures=0 if session is None else session.save_failures,
-            last_save_error="" if session is None else session.last_save_error,
-            uploads=UploadStatus() if session is None else session.uploader.status(),
-        )
+        if self._session is None:
+            return ManagerStatus(run=self.url, local_dir=str(self.local_dir))
+        return self._session.status()
 
     def poll_errors(self) -> Sequence[CkptmgrError]:
         """What went wrong in the background since this was last called; it is logged already."""
@@ -487,21 +411,7 @@ class CheckpointManager:
         Raises:
             CkptmgrError: with `on_save_error="raise"`, a save failed in the background; everything is closed.
         """
-        session = self._session
-        if session is None or self._report is not None:
-            return self._report or CloseReport()
-        limit_s = self._settings.close_timeout_s if timeout_s is None else timeout_s
-        try:
-            pending = session.close(limit_s, left_s=left_s)
-        except KeyboardInterrupt:
-            left = ", ".join(str(manifest.stem) for manifest, _ in session.tier.pending(self.url))
-            if left:
-                logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
-            raise
-        self._report = report = session.report(pending)
-        logger.log(logging.WARNING if report.exit_code else logging.INFO, "%s closed: %s", self.url, report)
-        session.raise_late()
-        return report
+        return CloseReport() if self._session is None else self._session.close(timeout_s, left_s=left_s)
 
     def __enter__(self) -> CheckpointManager:  # noqa: PYI034 - typing.Self needs Python 3.11
         if self.preemption is not None:
@@ -511,20 +421,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        preempted = self.preemption is not None and self.preemption.notice is not None
-        try:
-            report = self.close(left_s=no_limit if self.preemption is None else self.preemption.remaining_s)
-            noticed = self.preemption is not None and self.preemption.notice is not None
-        finally:
-            if self.preemption is not None:
-                self.preemption.uninstall()
-        if report.pending:
-            left = ", ".join(report.pending)
-            logger.warning("not in %s yet: %s - run `ckptmgr drain %s`", self.url, left, self.local_dir)
-        if kind is None and self.preemption is not None and (preempted or (noticed and report.pending)):
-            raise SystemExit(self.preemption.exit_code)
-        if kind is None and self.strict and report.exit_code:
-            raise SystemExit(report.exit_code)
+        report, exit_code = leave(lambda left_s: self.close(left_s=left_s), self.preemption)
+        say_what_is_left(self.url, self.local_dir, report.pending)
+        exit_code = exit_code or (report.exit_code if self.strict else 0)
+        if kind is None and exit_code:
+            raise SystemExit(exit_code)
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -534,5 +435,14 @@ class CheckpointManager:
             self.url, self.local_dir, retry=settings.retry, stop=stop or self._stop, wrap_backend=settings.wrap_backend
         )
 
-    def _modes(self) -> Mapping[str, str]:
+    def _modes(self, given: Mapping[str, str] | None) -> Mapping[str, str]:
+        if given is not None:
+            return given
         return {} if self.save_policy is None else self.save_policy.modes()
+
+    def _refuse_late(self) -> None:
+        if self._session is not None:
+            raise ConflictError(
+                "this process has already begun to save, so it cannot restore",
+                hint="restore before the first save or train()",
+            )

@@ -75,7 +75,19 @@ def _run_of(tier: LocalTier, url: str, fs: Backend, root: str) -> RunDirectory:
         ) from exc
 
 
-def refuse_one_place(url: str, local_dir: Path) -> None:
+def local_dir_of(url: str, given: str | os.PathLike[str] | None) -> Path:
+    """Where the local tier of the run at `url` is: as `given`, as CKPTMGR_LOCAL_DIR says, or in the working directory; absolute.
+
+    Raises:
+        ConfigError: it and the run are not apart.
+    """
+    name = url.rsplit("/", 1)[-1]
+    local_dir = Path(os.path.abspath(given or os.environ.get("CKPTMGR_LOCAL_DIR") or f".ckptmgr/{name}"))
+    _refuse_one_place(url, local_dir)
+    return local_dir
+
+
+def _refuse_one_place(url: str, local_dir: Path) -> None:
     """Raise ConfigError if the run lies in the local directory, or around it: what retention removes from one would be gone from both."""
     if not url.startswith("file://"):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.transfer.status import UploadStatus
@@ -25,13 +25,13 @@ class ManagerStatus:
 
     run: str
     local_dir: str
-    attempt: int | None
-    superseded: bool
-    saved: int
-    skipped: int
-    save_failures: int
-    last_save_error: str
-    uploads: UploadStatus
+    attempt: int | None = None
+    superseded: bool = False
+    saved: int = 0
+    skipped: int = 0
+    save_failures: int = 0
+    last_save_error: str = ""
+    uploads: UploadStatus = field(default_factory=UploadStatus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from ckptmgr.core.conditions import Conditions
+from ckptmgr.core.conditions import Conditions, drift_names
 from ckptmgr.core.manifest import Manifest, encode_metric
 from ckptmgr.core.policies import Memory
 from ckptmgr.run.resume import Resumed
 from ckptmgr.training import state as training_state
 from ckptmgr.training.agreeing import with_all_ranks
+from ckptmgr.training.checking import PIECES_HINT, require
 from ckptmgr.training.choosing import Chooser, Chosen
-from ckptmgr.training.conditions import compare, compare_or_refuse, log_report, unknown, with_drift
+from ckptmgr.training.conditions import Described, compare, compare_or_refuse, log_report, unknown, with_drift
+from ckptmgr.training.deciding import MEMORY, Decisions
 from ckptmgr.training.parent import Parent
 from ckptmgr.training.ranks import is_main_process
 
 logger = logging.getLogger(__name__)
-MEMORY = "save_policy"
-Ready: TypeAlias = tuple[Conditions, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +80,43 @@ class Restoring:
         chooser: finds checkpoints. With several ranks all methods are collectives, as its are.
         local_dir: the local tier.
         refused: drifts that are an error.
+        described: what training runs under.
+        decisions: get back what the checkpoint's save policy remembered.
+        refuse_late: called on each rank first; raises when it is too late to restore.
 
     Attributes:
         parent: what the next attempt descends from.
-        memory: what a plain loop's save policy remembers.
     """
 
-    def __init__(self, chooser: Chooser, local_dir: Path, *, refused: frozenset[str]) -> None:
+    def __init__(
+        self,
+        chooser: Chooser,
+        local_dir: Path,
+        *,
+        refused: frozenset[str],
+        described: Described,
+        decisions: Decisions,
+        refuse_late: Callable[[], None],
+    ) -> None:
         self.parent = Parent()
-        self.memory: Memory = {}
         self.refused = refused
         self._chooser = chooser
         self._local_dir = local_dir
+        self._described = described
+        self._decisions = decisions
+        self._refuse_late = refuse_late
 
     def restore(
-        self, state: Mapping[str, Any], selector: str, *, strict: bool, ready: Callable[[], Ready]
+        self, state: Mapping[str, Any], selector: str, *, strict: bool, refuse_drift: Sequence[str]
     ) -> Restored | None:
-        """See `CheckpointManager.restore`.
+        """See `CheckpointManager.restore`."""
 
-        Args:
-            ready: called on each rank first; says what training runs under, `state` included, and which drifts are an error besides the manager's.
-        """
+        def ready() -> tuple[Conditions, frozenset[str]]:
+            self._refuse_late()
+            require("state", state, Mapping, PIECES_HINT)
+            return self._described.now(state), self.refused | drift_names(refuse_drift)
+
         now, refused = with_all_ranks(ready)
-        refused |= self.refused
         chosen = self._choose(selector, now, refused)
         if chosen is None:
             return None
@@ -111,7 +125,8 @@ class Restoring:
             logger.warning("%s: a drift of %s would be refused, but it cannot be compared", resumed.manifest.id, name)
         drifts = compare(resumed.manifest, now)
         report, memory = with_all_ranks(lambda: load(resumed.directory, state, strict=strict))
-        self.memory = self.memory if memory is None else memory
+        if memory is not None:
+            self._decisions.memory = memory
         self.parent = Parent.of(resumed)
         # Every rank has loaded it by now.
         if chosen.is_own and resumed.directory.is_relative_to(self._local_dir):
@@ -125,15 +140,18 @@ class Restoring:
             _note(chosen, restored)
         return restored
 
-    def path(self, selector: str, *, ready: Callable[[], Ready]) -> Path | None:
+    def path(self, selector: str) -> Path | None:
         """See `CheckpointManager.resume_path`."""
-        now, _ = with_all_ranks(ready)
-        return self._path(selector, now)
+        return self._path(selector, with_all_ranks(self._ready))
 
-    def newer_than(self, directory: Path, *, ready: Callable[[], Ready]) -> Path | None:
+    def newer_than(self, directory: Path) -> Path | None:
         """See `CheckpointManager.newer_than`."""
-        now, _ = with_all_ranks(ready)
+        now = with_all_ranks(self._ready)
         return self._path("latest", now) if self._chooser.is_behind(directory) else None
+
+    def _ready(self) -> Conditions:
+        self._refuse_late()
+        return self._described.now()
 
     def _path(self, selector: str, now: Conditions) -> Path | None:
         chosen = self._choose(selector, now, self.refused)

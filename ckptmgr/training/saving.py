@@ -30,6 +30,7 @@ from ckptmgr.run.identity import host_name, new_nonce, utc_stamp
 from ckptmgr.run.intake import take
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.training import state as training_state
+from ckptmgr.training.checking import epoch_of, metrics_of, reasons_of, step_of
 from ckptmgr.training.ranks import world_size
 from ckptmgr.training.staging import Stager
 from ckptmgr.training.writer import BackgroundWriter
@@ -50,6 +51,31 @@ class Facts:
     metric_modes: Mapping[str, str] = field(default_factory=dict)
     framework: Mapping[str, str] = field(default_factory=dict)
     conditions: Conditions = field(default_factory=Conditions)
+
+    @classmethod
+    def checked(
+        cls,
+        step: int,
+        *,
+        epoch: float | None,
+        metrics: Mapping[str, float] | None,
+        reasons: Sequence[str],
+        metric_modes: Mapping[str, str],
+        framework: Mapping[str, str] | None = None,
+    ) -> Facts:
+        """What a caller hands in.
+
+        Raises:
+            ConfigError: it makes no sense.
+        """
+        return cls(
+            step=step_of(step),
+            epoch=epoch_of(epoch),
+            metrics=metrics_of(metrics),
+            reasons=reasons_of(reasons),
+            metric_modes=metric_modes,
+            framework=framework or {},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

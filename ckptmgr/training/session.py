@@ -1,4 +1,4 @@
-"""One attempt that saves: what exists between `CheckpointManager.begin` and `close`."""
+"""One attempt that saves: what exists between `CheckpointManager.begin` and `close`, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -6,53 +6,31 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ckptmgr.backends.base import Backend
-from ckptmgr.backends.retry import RetryPolicy
 from ckptmgr.core.errors import CkptmgrError, ConfigError
-from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
-from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import host_name
-from ckptmgr.run.start import claim_attempt, refuse_unrestored
-from ckptmgr.run.tier import LocalTier, next_seq
+from ckptmgr.run.tier import LocalTier
+from ckptmgr.training.ending import say_what_is_left
 from ckptmgr.training.parent import Parent
 from ckptmgr.training.ranks import rank
-from ckptmgr.training.report import CloseReport
+from ckptmgr.training.report import CloseReport, ManagerStatus
 from ckptmgr.training.saving import Facts, Saved, Saver, Watcher
+from ckptmgr.training.settings import Settings
 from ckptmgr.training.staging import available_memory_bytes
-from ckptmgr.transfer.alarm import Alarm, FailureBudget
+from ckptmgr.transfer.alarm import Alarm
 from ckptmgr.transfer.ending import LeftS, no_limit
 from ckptmgr.transfer.hosting import record_upload
 from ckptmgr.transfer.messages import Committed, Event, Failed, Task
 from ckptmgr.transfer.metrics import MetricsLog
 from ckptmgr.transfer.queue import EMERGENCIES, QueueRules, Room, shortage
-from ckptmgr.transfer.tidying import Retention, Tidying
+from ckptmgr.transfer.tidying import Tidying
 from ckptmgr.transfer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How an attempt saves and uploads; see `CheckpointManager`."""
-
-    retention: Retention
-    queue: QueueRules
-    failures: FailureBudget
-    in_process: bool
-    linger_s: float
-    pause_s: float
-    close_timeout_s: float
-    strict: bool
-    raise_save_errors: bool
-    retry: RetryPolicy
-    wrap_backend: Callable[[Backend], Backend] | None
-    prometheus: Path | None
 
 
 class Session(Watcher):
@@ -79,10 +57,10 @@ class Session(Watcher):
         self.attempt = attempt
         self.saved_count = self.skipped_count = 0
         self.alarm = Alarm(settings.failures)
-        self._stops = settings.failures.action == "stop"
+        self._settings = settings
+        self._report: CloseReport | None = None
         self.save_failures = 0
         self.last_save_error = ""
-        self._raises = settings.raise_save_errors
         self._unraised: CkptmgrError | None = None
         labels = _labels(run, attempt)
         self._metrics = MetricsLog(tier.root, prometheus=settings.prometheus, labels=labels)
@@ -93,7 +71,7 @@ class Session(Watcher):
             stop=stop,
             task=None if settings.in_process else _task(run, tier, attempt, settings),
             committed=tidying,
-            pause_s=settings.pause_s,
+            pause_s=settings.retry_after_s,
             exit_timeout_s=settings.close_timeout_s,
             strict=settings.strict,
             observe=self._observe,
@@ -114,11 +92,11 @@ class Session(Watcher):
         """Whether a newer attempt has been claimed (I12), as far as the last commit saw."""
         return self.uploader.superseded or self._tidying.superseded
 
-    def save(self, facts: Facts, begin_to: Callable[[Saver, bool], str | None], *, wait: bool) -> str | None:
+    def save(self, facts: Facts, begin_to: Callable[[Saver, Facts, bool], str | None], *, wait: bool) -> str | None:
         """Begin a save, and wait for it if that is asked for, or if it is an emergency.
 
         Args:
-            begin_to: begins it, given the saver and whether it is an emergency.
+            begin_to: begins it, given the saver, the facts, and whether it is an emergency.
 
         Returns:
             The id; None if nothing is saved, for a reason that is logged and counted.
@@ -134,7 +112,7 @@ class Session(Watcher):
             self.hurry()
         failures = self.save_failures
         try:
-            begun = begin_to(self.saver, urgent)
+            begun = begin_to(self.saver, facts, urgent)
         except CkptmgrError as exc:
             self.failed(facts.step, exc)
             if isinstance(exc, ConfigError):
@@ -162,8 +140,15 @@ class Session(Watcher):
         if error is not None:
             raise error
 
-    def hurry(self) -> None:
-        """This machine is about to go."""
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Get the buffers for saves of `state` ready in the background; warns when the memory or the disk is too small for it."""
+        if not self.is_closed:
+            warn_of_shortage(self.tier, self.saver.reserve(state), self._settings.queue)
+
+    def hurry(self, deadline_s: float | None = None) -> None:
+        """This machine is about to go, in `deadline_s`, if that is known."""
+        if deadline_s is not None:
+            logger.info("uploads hurry: %.0f s are left", deadline_s)
         self.saver.hurry()
         self.uploader.hurry()
 
@@ -172,33 +157,49 @@ class Session(Watcher):
         why = self.alarm.check()
         if why is not None:
             logger.error("%s", why)
-        return self.alarm.exceeded if self._stops else None
+        return self.alarm.exceeded if self._settings.failures.action == "stop" else None
 
-    def close(self, timeout_s: float | None, *, left_s: LeftS = no_limit) -> list[Stem]:
-        """Write and upload what is pending, for `timeout_s` at most, and let go of the local tier; what is left, newest first.
+    def status(self) -> ManagerStatus:
+        """What is pending, what failed, and whether a newer attempt has taken over. Reads the local tier only, never the store."""
+        return ManagerStatus(
+            run=self.run.url,
+            local_dir=str(self.tier.root),
+            attempt=self.attempt,
+            superseded=self.superseded,
+            saved=self.saved_count,
+            skipped=self.skipped_count,
+            save_failures=self.save_failures,
+            last_save_error=self.last_save_error,
+            uploads=self.uploader.status(),
+        )
+
+    # --- ending -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, and not interrupted."""
+        return self._report is not None
+
+    def close(self, timeout_s: float | None = None, *, left_s: LeftS = no_limit) -> CloseReport:
+        """Write and upload what is pending, let go of the local tier, and say what was done and what is left. The second time it only says so.
 
         Args:
+            timeout_s: seconds to wait; None for the `close_timeout_s` of the settings.
             left_s: asked while waiting; the smaller of the two counts.
-        """
-        started = time.monotonic()
-        try:
-            self.saver.hurry()
-            is_written = self.saver.close(timeout_s, left_s=left_s)
-            spent = time.monotonic() - started
-            if not is_written:
-                logger.error("a save was still being written after %.0f s; it goes on until the program ends", spent)
-            return self.uploader.close(None if timeout_s is None else max(0.0, timeout_s - spent), left_s=left_s)
-        except BaseException:  # Ctrl-C, maybe before there was an upload to wait for
-            self.uploader.give_up()
-            raise
-        finally:
-            self.tier.release()
-            self._metrics.flush()
 
-    def report(self, pending: Sequence[Stem]) -> CloseReport:
-        """What this session did, and left behind: `pending`, which `close` returned. Errors in it count as polled."""
+        Raises:
+            KeyboardInterrupt: what is left is named; the next call tries again.
+            CkptmgrError: a save failed in the background, and that is to be raised; everything is closed.
+        """
+        if self._report is not None:
+            return self._report
+        try:
+            pending = self._let_go(self._settings.close_timeout_s if timeout_s is None else timeout_s, left_s)
+        except KeyboardInterrupt:
+            say_what_is_left(self.run.url, self.tier.root, [each.stem for each, _ in self.tier.pending(self.run.url)])
+            raise
         uploads = self.uploader.tally.progress("")
-        return CloseReport(
+        self._report = report = CloseReport(
             pending=tuple(str(stem) for stem in pending),
             errors=tuple(self.uploader.poll_errors()),
             saved=self.saved_count,
@@ -208,6 +209,25 @@ class Session(Watcher):
             save_failures=self.save_failures,
             upload_failures=uploads.failures,
         )
+        logger.log(logging.WARNING if report.exit_code else logging.INFO, "%s closed: %s", self.run.url, report)
+        self.raise_late()
+        return report
+
+    def _let_go(self, timeout_s: float, left_s: LeftS) -> list[Stem]:
+        started = time.monotonic()
+        try:
+            self.saver.hurry()
+            is_written = self.saver.close(timeout_s, left_s=left_s)
+            spent = time.monotonic() - started
+            if not is_written:
+                logger.error("a save was still being written after %.0f s; it goes on until the program ends", spent)
+            return self.uploader.close(max(0.0, timeout_s - spent), left_s=left_s)
+        except BaseException:  # Ctrl-C, maybe before there was an upload to wait for
+            self.uploader.give_up()
+            raise
+        finally:
+            self.tier.release()
+            self._metrics.flush()
 
     # --- what becomes of saves (writer thread) ----------------------------------------------------------------------------
 
@@ -232,7 +252,7 @@ class Session(Watcher):
     def failed(self, step: int, error: CkptmgrError) -> None:
         self.save_failures += 1
         self.last_save_error = str(error)
-        if self._raises:
+        if self._settings.on_save_error == "raise":
             self._unraised = error
         elif not isinstance(error, ConfigError):  # that one is raised
             logger.error("step %d was not saved (failure %d), training goes on: %s", step, self.save_failures, error)
@@ -258,69 +278,6 @@ class Session(Watcher):
         record_upload(self._metrics, event)
 
 
-def begin_session(
-    run: RunDirectory,
-    tier: LocalTier,
-    parent: Parent,
-    *,
-    new_lineage: bool,
-    settings: Settings,
-    stop: threading.Event,
-    expected_bytes: int | None = None,
-) -> Session:
-    """Look, refuse what would go wrong, claim an attempt, tidy the tier, and begin to drain it.
-
-    Args:
-        new_lineage: begin one of its own over existing commits instead of refusing (I12).
-        expected_bytes: about what one checkpoint will take, if that is known.
-
-    Raises:
-        ConflictError: the run has commits and nothing of it was restored, or the tier is in use or another run's; nothing was changed.
-        BackendError: the store could not be asked (I7).
-    """
-    tier.hold()
-    try:
-        history = merged(*look(run, tier))
-        if not parent.restored and history.has_commits:
-            if not new_lineage:
-                refuse_unrestored(run, history)
-            parent = Parent(how="fresh")
-        _warn_of_going_back(run, history, parent)
-        record = claim_attempt(run, how=parent.how, parent=parent.stem)
-        tier.note_attempt(record)
-        for name in tier.clean():
-            logger.info("removed %s, which an earlier process left half written", name)
-    except BaseException:
-        tier.release()
-        raise
-    logger.info("attempt %d of %s begins (%s)", record.number, run.url, parent)
-    warn_of_shortage(tier, max(expected_bytes or 0, _last_size(history)), settings.queue)
-    seq = next_seq([*history.manifests, *history.broken, *history.closed], record.number)
-    session = Session(
-        run,
-        tier,
-        attempt=record.number,
-        seq=seq,
-        parent=parent,
-        settings=settings,
-        stop=stop,
-    )
-    session.uploader.notify()
-    return session
-
-
-def _warn_of_going_back(run: RunDirectory, history: History, parent: Parent) -> None:
-    """A path that was right when it was written down need not be so any more: it must not leave newer work behind in silence."""
-    newest = history.newest()
-    if parent.how == "auto" and parent.stem is not None and newest is not None and newest != parent.stem:
-        logger.warning(
-            "training goes on from %s, and the newest checkpoint of %s is %s: what was done after the former is done again",
-            parent.stem,
-            run.url,
-            newest,
-        )
-
-
 def warn_of_shortage(tier: LocalTier, needed_bytes: int, rules: QueueRules, *, staged: bool = True) -> None:
     """Say at the start, not after hours, that a checkpoint of `needed_bytes` does not fit the disk, or its copy the memory (K069)."""
     if needed_bytes == 0:
@@ -337,12 +294,6 @@ def warn_of_shortage(tier: LocalTier, needed_bytes: int, rules: QueueRules, *, s
         )
 
 
-def _last_size(history: History) -> int:
-    newest = history.newest()
-    manifest = None if newest is None else history.manifests.get(newest)
-    return 0 if manifest is None else manifest.size_bytes
-
-
 def _labels(run: RunDirectory, attempt: int) -> dict[str, str]:
     return {"run": run.url, "host": host_name(), "rank": str(rank()), "attempt": str(attempt)}
 
@@ -357,7 +308,7 @@ def _task(run: RunDirectory, tier: LocalTier, attempt: int, settings: Settings) 
         retry=settings.retry,
         wrap_backend=settings.wrap_backend,
         linger_s=settings.linger_s,
-        pause_s=settings.pause_s,
+        pause_s=settings.retry_after_s,
         log_level=logging.getLogger("ckptmgr").getEffectiveLevel(),
         labels=_labels(run, attempt),
     )
