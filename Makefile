@@ -114,7 +114,7 @@ HOSTS := $(patsubst tests/hosts/%.txt,%,$(wildcard tests/hosts/*.txt))
 hosts: $(HOSTS:%=hosts-%)
 
 hosts-%: build/hosts/%/.installed
-	build/hosts/$*/bin/python -m pytest -q -n 2 --dist load -m 'not slow' -o faulthandler_timeout=600 tests/hosts $(PYTEST_ARGS)
+	build/hosts/$*/bin/python -m pytest -q -n 2 --dist load -m 'not slow' tests/hosts $(PYTEST_ARGS)
 
 .PRECIOUS: build/hosts/%/.installed
 build/hosts/%/.installed: tests/hosts/%.txt pyproject.toml constraints.txt

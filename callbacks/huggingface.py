@@ -238,8 +238,12 @@ def stopped_by(state: Any) -> str | None:
     return next(ours, None) or next(theirs, "a callback")
 
 
-def parts_of(paths: Sequence[str], args: Any) -> dict[str, bool]:
-    """What the Trainer looks for in a checkpoint, and whether it is among the files: what is not there starts anew, and the Trainer says nothing."""
+def parts_of(paths: Sequence[str], optimizer: Any) -> dict[str, bool]:
+    """What the Trainer looks for in a checkpoint, and whether it is among the files: what is not there starts anew, and the Trainer says nothing.
+
+    Args:
+        optimizer: the Trainer's, from accelerate, which has the scaler if there is one. What the arguments say does not tell: fp16 has none on a CPU.
+    """
     top = {path.partition("/")[0] for path in paths}
 
     def any_of(pattern: str) -> bool:
@@ -256,7 +260,7 @@ def parts_of(paths: Sequence[str], args: Any) -> dict[str, bool]:
         "random states": random_states <= top,
         "trainer state": STATE in top,
     }
-    if getattr(args, "fp16", False):
+    if getattr(optimizer, "scaler", None) is not None:
         found["scaler"] = whole or "scaler.pt" in top
     return found
 

@@ -31,6 +31,7 @@ class Training:
         args: its TrainingArguments.
         state: its TrainerState; of a resumed training, that of the checkpoint.
         loader: its train_dataloader; None if the host does not bring it.
+        optimizer: its optimizer, as accelerate has wrapped it.
 
     Attributes:
         output: where it writes.
@@ -39,11 +40,12 @@ class Training:
         restored: what came back of the checkpoint, as far as its files tell; None if it begins from scratch.
     """
 
-    def __init__(self, args: Any, state: Any, loader: Any) -> None:
+    def __init__(self, args: Any, state: Any, loader: Any, optimizer: Any) -> None:
         self.output = huggingface.OutputDirectory(args)
         self._args = args
         self._saved = huggingface.entry_in(state)
         self._loader = loader
+        self._optimizer = optimizer
         self._data_document: dict[str, Any] | None = None
         step = state.global_step
         self.data = None if loader is None else self._watched(step)
@@ -87,7 +89,7 @@ class Training:
         saved = Conditions.of_document(manifest.conditions)
         for name in incomparable(saved, manager.conditions, manager.refused_drift):
             _log.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)
-        parts = huggingface.parts_of([entry.path for entry in manifest.files], self._args)
+        parts = huggingface.parts_of([entry.path for entry in manifest.files], self._optimizer)
         report = RestoreReport(
             restored=tuple(name for name, there in parts.items() if there),
             missing=tuple(name for name, there in parts.items() if not there),

@@ -136,6 +136,7 @@ class SaveModelCallback(DecidingCallback):
         control: TrainerControl,
         resume_from: str | Path | None = None,
         model: Any = None,
+        optimizer: Any = None,
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -147,7 +148,7 @@ class SaveModelCallback(DecidingCallback):
             SystemExit: the training was ended early before, and the host cannot be kept from running a step; with 0.
         """
         self._began_s = self._clock()
-        self._host = _training(args, state, train_dataloader)
+        self._host = _training(args, state, train_dataloader, optimizer)
         if self._host is not None:
             self._memory = self._host.memory or self._memory
         self._refuse_to_part(state)
@@ -476,10 +477,10 @@ class SaveModelCallback(DecidingCallback):
         return cast(TakingManager, self.manager)
 
 
-def _training(args: Any, state: Any, loader: Any) -> Training | None:
+def _training(args: Any, state: Any, loader: Any, optimizer: Any) -> Training | None:
     """What is known of Hugging Face's Trainer; None in any other host. Imports torch, which such a host has imported."""
     if OutputDirectory.of(args) is None:
         return None
     from ckptmgr.callbacks.huggingface_training import Training
 
-    return Training(args, state, loader)
+    return Training(args, state, loader, optimizer)

@@ -156,3 +156,11 @@ class TestDrift:
         trainings.run(save_every=hf.STEPS, resume=True)
         assert trainings.callback.restored.missing == ("optimizer", "lr_scheduler", "random states")
         assert "not in the checkpoint, and not restored: optimizer, lr_scheduler, random states" in caplog.text
+
+    def test_fp16_on_a_cpu(self, tmp_path: Path) -> None:
+        """There is no scaler, and so none that is missing."""
+        trainings = hf.Trainings(tmp_path, {"fp16": True, "max_steps": 4, "eval_strategy": "no"})
+        trainings.run(hf.crash("on_step_begin", 2), save_every=2)
+        trainings.run(save_every=hf.STEPS, resume=True)
+        assert "scaler" not in (*trainings.callback.restored.restored, *trainings.callback.restored.missing)
+        assert trainings.callback.restored.missing == ()

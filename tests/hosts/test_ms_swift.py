@@ -143,6 +143,8 @@ def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, 
     assert set(saved(url)) == {5, 10}
     second = start("out-2", *resume, before=before, CKPTMGR_RUN=url, CKPTMGR_LOCAL_DIR=str(tmp_path / "disk-2"))
     assert (second.code, second.steps) == (0, list(range(11, 21))), second.log
+    # It sets fp16 for a model in float32, which has no scaler on a CPU.
+    assert "not restored" not in second.log
     differing = {name: value for name, value in second.facts.items() if whole.facts.get(name) != value}
     assert differing == {}
     assert {name for name in whole.facts if int(name.split()[0]) > 10} <= second.facts.keys()
