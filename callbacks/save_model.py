@@ -6,20 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptmgr.callbacks import facts
 from ckptmgr.callbacks.base import Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.closing import Closing
 from ckptmgr.callbacks.deciding import DecidingCallback
-from ckptmgr.callbacks.final_model import push_final
-from ckptmgr.callbacks.huggingface import OutputDirectory, framework
-from ckptmgr.callbacks.seams import SavingManager, StopSource, TakingManager
+from ckptmgr.callbacks.huggingface import OutputDirectory
+from ckptmgr.callbacks.saves import Saves
+from ckptmgr.callbacks.seams import SavingManager, StopSource
 from ckptmgr.callbacks.stopping import Stopping, source_of
-from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError
+from ckptmgr.core.errors import ConfigError, IncompatibleStateError
 from ckptmgr.core.policies import EpochEnded, Evaluated, SavePolicy, StepEnded
 from ckptmgr.training import ranks
-from ckptmgr.training.agreeing import on_all_ranks, with_all_ranks
+from ckptmgr.training.agreeing import with_all_ranks
+from ckptmgr.training.starting import refuse_other_start
 
 if TYPE_CHECKING:
     from ckptmgr.callbacks.huggingface_training import Training
@@ -99,17 +100,17 @@ class SaveModelCallback(DecidingCallback):
         self.save_at_end = save_at_end
         self.save_final = save_final
         self.resume_from = resume_from
-        self._continue_stopped = continue_stopped
+        self.continue_stopped = continue_stopped
+        self.close_timeout_s = close_timeout_s
         self._raises = on_mismatch == "raise"
         self._stopping = Stopping(source_of(preemption, manager), manager, clock)
         self._closing = Closing(manager, self._stopping, close_timeout_s)
+        self._saves = Saves(manager)
         self._clock = clock
         self._began_s = clock()
         self._host: Training | None = None
         self._ended_before = False
         self._reserved = False
-        self._taken: set[int] = set()
-        self._saved_id: str | None = None
         self._raised = False
 
     # --- events -----------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class SaveModelCallback(DecidingCallback):
         self._host = _training(args, state, train_dataloader, optimizer)
         if self._host is not None:
             self._memory = self._host.memory or self._memory
-        self._refuse_to_part(state)
+        refuse_other_start(state.global_step, getattr(self.manager, "restored_manifest", None))
 
         def begin() -> None:
             if state.is_world_process_zero:
@@ -274,12 +275,12 @@ class SaveModelCallback(DecidingCallback):
             return
         # Before the save: a failed one is not repeated by a second event of the same step.
         self._saved_step = state.global_step
-        host = None if checkpoint is not None else self._output or OutputDirectory.of(args)
-        if host is not None:
+        output = None if checkpoint is not None else self._output or OutputDirectory.of(args)
+        if output is not None:
             # Each rank writes a part; the directory is complete when all have come here.
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero:
-            self._guard(f"save of step {state.global_step}", lambda: self._save(state, checkpoint, host))
+            self._guard(f"save of step {state.global_step}", lambda: self._save(state, checkpoint, output))
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """What there is now is no final model."""
@@ -306,7 +307,7 @@ class SaveModelCallback(DecidingCallback):
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero:
             if host is not None:
-                self._guard("look for saves without an event", lambda: self._take_found(host))
+                self._guard("look for saves without an event", lambda: self._saves.take_found(host, self._modes()))
             self._guard("close of the checkpoint manager", self._close)
             code = self._closing.exit_code()
             interrupted = self._stopping.is_interruption or self._stopping.has_ended(state, control)
@@ -322,32 +323,19 @@ class SaveModelCallback(DecidingCallback):
 
     # --- begin and end ----------------------------------------------------------------------------------------------------
 
-    def _refuse_to_part(self, state: TrainerState) -> None:
-        """Ranks may have been given different checkpoints, each by its own path."""
-        manifest = getattr(self.manager, "restored_manifest", None)
-        starts = on_all_ranks(lambda: (state.global_step, "" if manifest is None else manifest.id))
-        if len({step for step, _ in starts}) > 1 or len({each for _, each in starts if each}) > 1:
-            told = ", ".join(
-                f"rank {number}: step {step} {each}".rstrip() for number, (step, each) in enumerate(starts)
-            )
-            raise ConflictError(
-                f"the ranks begin at different steps, or go on from different checkpoints ({told})",
-                hint="give all of them the same one: set torch.distributed up before a manager is asked for it",
-            )
-
     def _begin(self, state: TrainerState, resume_from: str | Path | None, expected_bytes: int | None) -> None:
         given, host = None if resume_from is None else Path(resume_from), self._host
         if host is None:
             self.manager.begin(resume_from=given, expected_bytes=expected_bytes)
             return
-        manager = self._taking_manager
+        manager = self._saves.taking_manager
         host.begin(manager, state, given, expected_bytes)
         self._guard("look at the output directory", lambda: host.output.train_begins(manager.local_dir))
 
     def _heed_earlier_end(self, state: TrainerState, control: TrainerControl) -> None:
         """Have no step run of a training that a callback had ended, unless it is to be gone on with."""
         host = self._host
-        self._ended_before = host is not None and host.stays_ended(state, continued=self._continue_stopped)
+        self._ended_before = host is not None and host.stays_ended(state, continued=self.continue_stopped)
         if host is not None and self._ended_before:
             control.should_training_stop = True
             if not host.end_early():
@@ -355,34 +343,17 @@ class SaveModelCallback(DecidingCallback):
                     self._guard("close of the checkpoint manager", self._close)
                 raise SystemExit(self._closing.exit_code())
 
-    def _take_found(self, host: OutputDirectory) -> None:
-        """Take what the host wrote without telling, `enable_jit_checkpoint` above all. A step that was saved stays as it was saved: such a
-        checkpoint may have been written in the middle of the next step."""
-        for found in host.found():
-            if found.step not in self._taken:
-                self._taken.add(found.step)
-                self._taking_manager.take(
-                    found.step,
-                    found.directory,
-                    epoch=found.epoch,
-                    reasons=("jit_checkpoint" if host.saves_without_event else "found",),
-                    metric_modes=self._modes(),
-                    framework=framework(),
-                )
-
     def _close(self) -> None:
         self._note_background(self._closing.close())
 
     def _push_final(self, state: TrainerState, model: Any, processing_class: Any) -> None:
-        is_of_this_step = self._saved_step == state.global_step
-        push_final(
-            self._taking_manager,
+        self._saves.push_final(
             self.save_final,
             model,
             processing_class,
-            checkpoint_id=self._saved_id if is_of_this_step else None,
             metrics=self._metrics if self._step == state.global_step else {},
             metadata={"step": state.global_step, "epoch": state.epoch},
+            is_saved=self._saved_step == state.global_step,
         )
 
     # --- deciding ---------------------------------------------------------------------------------------------------------
@@ -435,46 +406,27 @@ class SaveModelCallback(DecidingCallback):
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
-    def _save(self, state: TrainerState, checkpoint: Checkpoint | None, host: OutputDirectory | None) -> None:
-        step, emergency = state.global_step, self._stopping.reason
+    def _save(self, state: TrainerState, checkpoint: Checkpoint | None, output: OutputDirectory | None) -> None:
+        emergency = self._stopping.reason
         if emergency is not None and emergency not in self._reasons:
             self._reasons.append(emergency)
         reasons = tuple(self._reasons) or ("requested",)
-        metrics, modes = dict(self._metrics), self._modes()
-        if checkpoint is not None:
-            checkpoint_id = self.manager.save(
-                step, checkpoint(), epoch=state.epoch, metrics=metrics, reasons=reasons, metric_modes=modes
-            )
-        elif host is not None:
-            self._taken.add(step)
-            checkpoint_id = self._taking_manager.take(
-                step,
-                host.complete(step),
-                epoch=state.epoch,
-                metrics=metrics,
-                reasons=reasons,
-                metric_modes=modes,
-                framework=framework(),
-                final=not host.saves_without_event,
-            )
-        else:
-            raise ConfigError(
-                "this host does not hand over its state (on_save without `checkpoint`), and has no output_dir",
-                hint="use the Trainer of ckptmgr or Hugging Face's, or the adapter for your host",
-            )
-        self._saved_id = checkpoint_id
-        if checkpoint_id is None:
+        saved = self._saves.save(
+            state.global_step,
+            checkpoint,
+            output,
+            epoch=state.epoch,
+            metrics=dict(self._metrics),
+            reasons=reasons,
+            metric_modes=self._modes(),
+        )
+        if saved is None:
             self.failures += 1  # the manager has logged why
-            _log.warning("step %d was not saved (%s)", step, ", ".join(reasons))
+            _log.warning("step %d was not saved (%s)", state.global_step, ", ".join(reasons))
 
     @property
     def _output(self) -> OutputDirectory | None:
         return None if self._host is None else self._host.output
-
-    @property
-    def _taking_manager(self) -> TakingManager:
-        """The manager in a host that writes its files itself; a fake one for other hosts need not have all of it."""
-        return cast(TakingManager, self.manager)
 
 
 def _training(args: Any, state: Any, loader: Any, optimizer: Any) -> Training | None:

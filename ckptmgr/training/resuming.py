@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.conditions import Conditions, Drift
-from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConflictError, ManifestError
+from ckptmgr.core.errors import CheckpointNotFoundError, ManifestError
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.ancestry import is_copy
 from ckptmgr.run.sidecar import read_sidecar
@@ -17,6 +16,7 @@ from ckptmgr.training import state as training_state
 from ckptmgr.training.agreeing import on_all_ranks
 from ckptmgr.training.conditions import compare_or_refuse, log_report, present, unknown, with_drift
 from ckptmgr.training.ranks import can_agree, world_size
+from ckptmgr.training.starting import refuse_to_part
 
 _log = logging.getLogger(__name__)
 
@@ -88,28 +88,3 @@ def newest(directory: Path | None, manager: Any) -> Path | None:
         _log.warning("only some ranks have a manager of checkpoints: nobody asks for what is newer")
     refuse_to_part(directory)
     return directory
-
-
-def refuse_to_part(directory: Path | None) -> None:
-    """Refuse a start from different checkpoints. A collective if `can_agree`.
-
-    Args:
-        directory: each rank's own path; None for a start from scratch. A path that does not say which checkpoint it is agrees with every other one.
-
-    Raises:
-        ConflictError: ranks were given different checkpoints, or some of them none.
-    """
-    ids = on_all_ranks(lambda: "" if directory is None else _id_of(directory) or "?")
-    if len({each for each in ids if each != "?"}) > 1 or ("" in ids and any(ids)):
-        told = ", ".join(f"rank {number}: {each or 'nothing'}" for number, each in enumerate(ids))
-        raise ConflictError(
-            f"the ranks go on from different checkpoints ({told})",
-            hint="give all of them the same one: set torch.distributed up before a manager is asked for it, or run "
-            "`ckptmgr resume RUN id:ID` on every machine",
-        )
-
-
-def _id_of(directory: Path) -> str | None:
-    with contextlib.suppress(CkptmgrError, OSError):
-        return read_sidecar(directory).manifest.id
-    return None
