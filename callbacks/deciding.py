@@ -9,7 +9,7 @@ from typing import Any
 from ckptmgr.callbacks import facts
 from ckptmgr.callbacks.base import TrainerControl, TrainerState
 from ckptmgr.callbacks.guarded import GuardedCallback
-from ckptmgr.core.policies import Memory, Moment, SavePolicy, StepEnded
+from ckptmgr.core.policies import Evaluated, Memory, Moment, SavePolicy, StepEnded
 from ckptmgr.training import ranks
 
 _log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class DecidingCallback(GuardedCallback):
     def _decide(self, policy: SavePolicy, moment: Moment, state: TrainerState, control: TrainerControl) -> None:
         decision = policy.decide(moment, self._memory)
         self._memory, reasons = decision.memory, decision.reasons
-        if isinstance(moment, StepEnded) and facts.goes_by_time(policy):
-            # Clocks of ranks differ; the main process decides for all.
+        if isinstance(moment, Evaluated) or (isinstance(moment, StepEnded) and facts.goes_by_time(policy)):
+            # Clocks of ranks differ, and so do metrics that nobody has averaged; the main process decides for all.
             due = ranks.any_rank(bool(reasons) and state.is_world_process_zero)
             reasons = (reasons or ("main_process",)) if due else ()
         if state.is_world_process_zero:

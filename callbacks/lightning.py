@@ -28,6 +28,7 @@ from ckptmgr.callbacks.seams import SavingManager, StopSource
 from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.policies import SavePolicy
+from ckptmgr.training.agreeing import with_all_ranks
 from ckptmgr.training.arguments import continues_stopped
 from ckptmgr.training.dataset_facts import dataset_facts
 from ckptmgr.training.rank_rng import capture_ranks, gather_rng, restore_ranks
@@ -346,10 +347,16 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         folder = Path(self._engine.manager.local_dir, "lightning", f"{step}")  # type: ignore[attr-defined]
 
         def write() -> None:
-            if trainer.is_global_zero:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-            trainer.save_checkpoint(folder / f"step-{step}.ckpt", weights_only=False)
+            # As `trainer.save_checkpoint`, in which the others would wait for ever for a rank that cannot write.
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+            def store() -> None:
+                if trainer.is_global_zero:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+                trainer.strategy.save_checkpoint(checkpoint, folder / f"step-{step}.ckpt")
+
+            with_all_ranks(store)
 
         failures = self._engine.failures
         self._engine._guard(f"save of step {step}", write)

@@ -19,7 +19,7 @@ from ckptmgr.callbacks.stopping import Stopping, source_of
 from ckptmgr.core.errors import ConfigError, IncompatibleStateError
 from ckptmgr.core.policies import EpochEnded, Evaluated, SavePolicy, StepEnded
 from ckptmgr.training import ranks
-from ckptmgr.training.agreeing import with_all_ranks
+from ckptmgr.training.agreeing import on_all_ranks, with_all_ranks
 from ckptmgr.training.starting import refuse_other_start
 
 if TYPE_CHECKING:
@@ -295,7 +295,8 @@ class SaveModelCallback(DecidingCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Close the manager, push the final model, and say what is not in the store yet.
+        """Close the manager, push the final model, and say what is not in the store yet. A collective with several ranks, unless training has raised:
+        all leave when rank 0 has closed.
 
         Raises:
             SystemExit: training ended because of a notice, or one came while uploads were waited for and some are left; with the preemption's
@@ -305,10 +306,10 @@ class SaveModelCallback(DecidingCallback):
         code = 0
         if host is not None and host.saves_without_event:
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
+        if state.is_world_process_zero and host is not None:
+            self._guard("look for saves without an event", lambda: self._saves.take_found(host, self._modes()))
+        self._close_for_all(state)
         if state.is_world_process_zero:
-            if host is not None:
-                self._guard("look for saves without an event", lambda: self._saves.take_found(host, self._modes()))
-            self._guard("close of the checkpoint manager", self._close)
             code = self._closing.exit_code()
             interrupted = self._stopping.is_interruption or self._stopping.has_ended(state, control)
             if self.save_final and not (self._raised or interrupted):
@@ -345,6 +346,19 @@ class SaveModelCallback(DecidingCallback):
 
     def _close(self) -> None:
         self._note_background(self._closing.close())
+
+    def _close_for_all(self, state: TrainerState) -> None:
+        """Close the manager, and have the other ranks wait for it: what launchers do when the first of them has gone ends the one that uploads."""
+
+        def close() -> None:
+            if state.is_world_process_zero:
+                self._guard("close of the checkpoint manager", self._close)
+
+        if self._raised:
+            # Where the others are, nobody knows.
+            close()
+        else:
+            self._guard("wait for the main process", lambda: on_all_ranks(close, aside=True))
 
     def _push_final(self, state: TrainerState, model: Any, processing_class: Any) -> None:
         self._saves.push_final(

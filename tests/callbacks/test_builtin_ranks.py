@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,51 @@ def test_rank_0_says_it(found: list[dict[str, Any]]) -> None:
 def test_the_reduced_gradient_is_clipped(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["clip"]["norms"] == [0.25] * 8
+
+
+SAVING = """
+import threading
+from pathlib import Path
+from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.core.policies import Best
+from ckptmgr.trainer import Trainer, TrainingArguments
+from ckptmgr.training.manager import CheckpointManager
+
+join()
+folder = Path(sys.argv[1])
+left, at_close = folder / "left", []
+
+class Slow(CheckpointManager):
+    def close(self, *given, **how):
+        # Rank 1 would be gone by then, were it not held.
+        threading.Event().wait(0.5)
+        at_close.append(left.exists())
+        return super().close(*given, **how)
+
+manager = Slow(folder / "store/run", local_dir=folder / "disk", transfer="thread")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+trainer = Trainer(
+    model,
+    TrainingArguments(max_steps=4, eval_steps=1),
+    train_dataloader=[torch.ones(1, 1)] * 4,
+    eval_dataloader=[torch.ones(1, 1)],
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    loss_fn=lambda model, batch: model(batch).sum(),
+    # Better with each step on rank 0, worse on rank 1.
+    eval_fn=lambda model, loader: {"score": float(trainer.state.global_step * (1 if rank else -1))},
+    callbacks=[SaveModelCallback(manager, Best("eval_score", mode="min"), save_at_end=False)],
+)
+trainer.train()
+left.touch()
+dist.barrier()
+found = {"at_close": at_close, "saved": [manifest.step for manifest in manager.list()]}
+"""
+
+
+def test_the_main_process_decides_on_saves_and_is_waited_for(
+    in_two_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """By its own metrics; and no rank leaves while it closes the manager: launchers end those that are left."""
+    first, second = in_two_ranks(SAVING, tmp_path)
+    assert first == {"at_close": [False], "saved": [1, 2, 3, 4]}
+    assert second == {"at_close": [], "saved": [1, 2, 3, 4]}

@@ -24,7 +24,9 @@ import lightning as L  # type: ignore[import-not-found, unused-ignore]
 import torch
 
 from ckptmgr import Best, CheckpointManager, EveryNEpochs, EveryNSteps
+from ckptmgr.callbacks import EarlyStoppingCallback, LogCallback, LossMonitorCallback
 from ckptmgr.callbacks.lightning import LightningCallback
+from ckptmgr.callbacks.lightning_events import LightningCallbacks
 
 BATCHES = 8
 
@@ -98,21 +100,24 @@ class Module(L.LightningModule):  # type: ignore[misc, unused-ignore]
 
     def train_dataloader(self) -> Any:
         if self.options.stream:
-            return torch.utils.data.DataLoader(Stream(), batch_size=4)
-        return torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=self.options.workers)
+            return torch.utils.data.DataLoader(Stream(), batch_size=4 // self.options.devices)
+        return torch.utils.data.DataLoader(
+            Rows(), batch_size=4 // self.options.devices, shuffle=True, num_workers=self.options.workers
+        )
 
     def val_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(Rows(), batch_size=16)
 
 
 class Journal(L.Callback):  # type: ignore[misc, unused-ignore]
-    """One JSON line per optimizer step, flushed at once."""
+    """One JSON line per optimizer step, flushed at once. Of each rank in a file of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("a", buffering=1)
+        self.path = path
         self.step = -1
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.file = self.path.with_name(f"{self.path.name}{trainer.global_rank or ''}").open("a", buffering=1)
         self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
@@ -126,6 +131,7 @@ class Journal(L.Callback):  # type: ignore[misc, unused-ignore]
             "lr": float(optimizer.param_groups[0]["lr"]).hex(),
             "rows": module.rows,
             "loss": float(outputs["loss"]).hex(),
+            "random": digest(torch.get_rng_state()),
         }
         module.rows = []
         self.file.write(json.dumps({"step": self.step, **facts}) + "\n")
@@ -137,15 +143,18 @@ class Journal(L.Callback):  # type: ignore[misc, unused-ignore]
 
 
 class Interrupt(L.Callback):  # type: ignore[misc, unused-ignore]
-    def __init__(self, number: int, where: str, step: int, manager: CheckpointManager | None) -> None:
-        self.number, self.where, self.step, self.manager = number, where, step, manager
+    """Sends a signal to this process, on one rank; number 0 raises."""
+
+    def __init__(self, number: int, where: str, step: int, rank: int, manager: CheckpointManager | None) -> None:
+        self.number, self.where, self.step, self.rank, self.manager = number, where, step, rank, manager
         self.sent = False
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        self.act("substep" if index % 2 else "step", trainer.global_step + 1)
+        if trainer.global_rank == self.rank:
+            self.act("substep" if index % 2 else "step", trainer.global_step + 1)
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, index: int, *rest: Any) -> None:
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking and trainer.global_rank == self.rank:
             self.act("validation", trainer.global_step)
 
     def act(self, where: str, step: int) -> None:
@@ -159,6 +168,8 @@ class Interrupt(L.Callback):  # type: ignore[misc, unused-ignore]
             if time.monotonic() > deadline:
                 raise TimeoutError("uploads do not end")
             threading.Event().wait(0.05)
+        if not self.number:
+            raise RuntimeError("as asked for")
         os.kill(os.getpid(), self.number)
 
 
@@ -167,7 +178,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ckptmgr").setLevel(logging.INFO)
-    L.seed_everything(7, verbose=False)
+    # Each rank draws numbers of its own.
+    L.seed_everything(7 + int(os.environ.get("LOCAL_RANK", "0")), verbose=False)
     manager = None
     callbacks: list[Any] = [Journal(options.journal)]
     if options.stop:
@@ -180,8 +192,20 @@ def main() -> None:
             options.url, local_dir=options.local_dir, save=policy | Best("val_loss"), linger_s=5.0, transfer="thread"
         )
         callbacks.append(LightningCallback(manager))
+    if options.ours:
+        callbacks.append(
+            LightningCallbacks(
+                [
+                    LossMonitorCallback(log_interval=2),
+                    EarlyStoppingCallback("val_loss", patience=1, min_delta=0.01),
+                    LogCallback(directory=options.journal.parent / "logs"),
+                ]
+            )
+        )
     if options.send:
-        callbacks.append(Interrupt(getattr(signal, options.send), options.where, options.when, manager))
+        callbacks.append(
+            Interrupt(getattr(signal, options.send, 0), options.where, options.when, options.rank, manager)
+        )
     limits = {"max_steps": options.steps} if options.by_steps else {"max_epochs": 3}
     plugins: list[Any] = []
     precision: Any = options.precision
@@ -191,7 +215,8 @@ def main() -> None:
         plugins, precision = [MixedPrecision("16-mixed", "cpu")], None
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -222,6 +247,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--send")
     parser.add_argument("--where", default="step", choices=("step", "substep", "validation"))
     parser.add_argument("--when", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0, help="the one that gets the signal")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--ours", action="store_true", help="callbacks of ours, too")
     parser.add_argument("--save-every", type=int, default=3, help="steps; 0: each epoch")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--by-steps", action="store_true")
