@@ -44,6 +44,7 @@ class Background:
             raise ConfigError(
                 f"the callback {name_of(callback)} is critical, and cannot run beside the training",
                 hint="add it without run_async",
+                argument="run_async",
             )
         self.callback = callback
         self.left_out = 0

@@ -267,7 +267,9 @@ def number_of(priority: int | str) -> int:
     if isinstance(priority, str):
         if priority not in Priority.__members__:
             raise ConfigError(
-                f"there is no priority {priority!r}", hint=f"use a number, or one of {', '.join(Priority.__members__)}"
+                f"there is no priority {priority!r}",
+                hint=f"use a number, or one of {', '.join(Priority.__members__)}",
+                argument="priority",
             )
         return Priority[priority]
     return int(priority)

@@ -24,6 +24,7 @@ def whole(owner: str, name: str, value: Any, *, least: int = 1, optional: bool =
         raise ConfigError(
             f"{owner}: {name} is {value!r}",
             hint=f"{name} must be a whole number, {least} or more" + (", or None" if optional else ""),
+            argument=name,
         )
 
 
@@ -53,7 +54,9 @@ def number(
         bounds += [f"below {below:g}"] if below < math.inf else []
         wanted = ", ".join(["a number", *bounds])
         raise ConfigError(
-            f"{owner}: {name} is {value!r}", hint=f"{name} must be {wanted}" + (", or None" if optional else "")
+            f"{owner}: {name} is {value!r}",
+            hint=f"{name} must be {wanted}" + (", or None" if optional else ""),
+            argument=name,
         )
 
 
@@ -65,7 +68,9 @@ def choice(owner: str, name: str, value: T, allowed: Sequence[T]) -> T:
     """
     if value not in allowed:
         raise ConfigError(
-            f"{owner}: {name} is {value!r}", hint=f"{name} must be one of {', '.join(map(repr, allowed))}"
+            f"{owner}: {name} is {value!r}",
+            hint=f"{name} must be one of {', '.join(map(repr, allowed))}",
+            argument=name,
         )
     return value
 
@@ -77,4 +82,6 @@ def text(owner: str, name: str, value: Any, example: str) -> None:
         ConfigError: it is none.
     """
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{owner}: {name} is {value!r}", hint=f"{name} must be a name, such as {example!r}")
+        raise ConfigError(
+            f"{owner}: {name} is {value!r}", hint=f"{name} must be a name, such as {example!r}", argument=name
+        )

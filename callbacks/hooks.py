@@ -39,7 +39,9 @@ def check_hooks(callback: Any) -> None:
     if isinstance(critical, (set, frozenset)):
         for name in sorted(critical - _KNOWN - set(names)):
             raise ConfigError(
-                f"{name_of(callback)} is critical for {name!r}, which is no event", hint=nearest(str(name), _KNOWN)
+                f"{name_of(callback)} is critical for {name!r}, which is no event",
+                hint=nearest(str(name), _KNOWN),
+                argument="critical",
             )
 
 

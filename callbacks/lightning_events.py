@@ -37,16 +37,19 @@ def lightning_callbacks(source: Any, *, manager: Any = None, **options: Any) -> 
         options: of `CallbackManager`.
 
     Raises:
-        ConfigError: a mistake in it, with its place and what is allowed.
+        ConfigError: mistakes in it, all of them (`mistakes`), with their places and what is allowed.
     """
-    from ckptmgr.callbacks.configuration import callbacks_of
+    from ckptmgr.callbacks.configuration import add_configured
 
     dispatcher, saving = CallbackManager(**options), []
-    for callback, how in callbacks_of(source, manager=manager):
+
+    def add(callback: Any, **how: Any) -> None:
         if isinstance(callback, SaveModelCallback):
             saving.append(LightningCallback.like(callback))
         else:
             dispatcher.add(callback, **how)
+
+    add_configured(add, source, manager=manager)
     return [LightningCallbacks(dispatcher), *saving]
 
 

@@ -118,13 +118,12 @@ class CallbackManager(Callback):
             options: of this class.
 
         Raises:
-            ConfigError: a mistake in it, with its place and what is allowed.
+            ConfigError: mistakes in it, all of them (`mistakes`), with their places and what is allowed.
         """
-        from ckptmgr.callbacks.configuration import callbacks_of
+        from ckptmgr.callbacks.configuration import add_configured
 
         made = cls(**options)
-        for callback, how in callbacks_of(source, manager=manager):
-            made.add(callback, **how)
+        add_configured(made.add, source, manager=manager)
         return made
 
     @property
@@ -174,6 +173,7 @@ class CallbackManager(Callback):
         *,
         name: str | None = None,
         priority: int | str | None = None,
+        critical: bool | Collection[str] | None = None,
         run_async: bool = False,
     ) -> None:
         """Add a callback, or an instance of a callback class. From inside a hook: it takes part from the next event on.
@@ -181,6 +181,7 @@ class CallbackManager(Callback):
         Args:
             name: what it is called in logs and in saved state; by default its own `name`, or its class.
             priority: in place of its own: a number, smaller ones run first, or the name of a `Priority`.
+            critical: set as its own `critical`: whether what it raises ends the training, or in which events.
             run_async: run it in a thread of its own, so that training never waits for it: see `ckptmgr.callbacks.background`. For callbacks that
                 watch: what it sets in `control` has no effect.
 
@@ -190,19 +191,14 @@ class CallbackManager(Callback):
         """
         if isinstance(callback, type):
             callback = callback()
+        if critical is not None:
+            callback.critical = critical if isinstance(critical, bool) else frozenset(critical)
         check_hooks(callback)
-        name_misspelt(callback)
         if any(entry.callback is callback for entry in self._entries):
             raise ConfigError(
                 f"the callback {name_of(callback)} was added already", hint="make a second instance of it"
             )
         failures = Failures(name or name_of(callback), self._most_failures)
-        if isinstance(callback, CallbackManager):
-            callback._is_nested = True
-        elif isinstance(callback, AloneCallback):
-            callback.is_managed = True
-        if isinstance(callback, Callback):
-            callback.joined(self)
         entry = _Entry(
             callback=callback,
             target=Background(callback, failures) if run_async else callback,
@@ -210,6 +206,13 @@ class CallbackManager(Callback):
             name=failures.name,
             failures=failures,
         )
+        name_misspelt(callback)
+        if isinstance(callback, CallbackManager):
+            callback._is_nested = True
+        elif isinstance(callback, AloneCallback):
+            callback.is_managed = True
+        if isinstance(callback, Callback):
+            callback.joined(self)
         # sorted is stable: equal priorities stay in the order they were added. A new tuple: a running dispatch keeps the old one.
         self._entries = tuple(sorted((*self._entries, entry), key=lambda each: each.priority))
 

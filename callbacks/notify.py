@@ -76,7 +76,7 @@ class NotifyCallback(Callback):
         self,
         url: str | None = None,
         *,
-        events: Sequence[str] = ("end", "failure", "lag"),
+        events: str | Sequence[str] = ("end", "failure", "lag"),
         format: Format = "json",
         name: str = "",
         lag_s: float = 3600.0,

@@ -89,7 +89,9 @@ class Webhook:
     ) -> None:
         place = urlsplit(url) if isinstance(url, str) else None
         if place is None or place.scheme not in ("https", "http") or not place.hostname:
-            raise ConfigError("the URL of the webhook is none", hint="give one that begins with https:// or http://")
+            raise ConfigError(
+                "the URL of the webhook is none", hint="give one that begins with https:// or http://", argument="url"
+            )
         if form not in get_args(Format):
             raise ConfigError(
                 f"webhooks have no form {form!r}", hint=f"use one of {', '.join(map(repr, get_args(Format)))}"

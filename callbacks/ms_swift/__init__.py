@@ -67,7 +67,7 @@ def _with_defaults(name: str) -> Any:
 
 
 def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
-    """As ms-swift calls it. A mistake is one line, and the end of the process with 2."""
+    """As ms-swift calls it. Each mistake is one line, and they are the end of the process with 2."""
 
     def callback(args: Any, trainer: Any) -> Any:
         _show_log()
@@ -79,7 +79,8 @@ def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
             return made
         except ConfigError as error:
             if os.environ.get("RANK", "0") == "0":
-                print(f"ckptmgr: error: {error}", file=sys.stderr, flush=True)
+                for line in error.lines:
+                    print(f"ckptmgr: error: {line}", file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code) from None
 
     return callback

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckptmgr.cli.command import Command, Group
 from ckptmgr.cli.looking import Json
-from ckptmgr.cli.output import emit, emit_json
+from ckptmgr.cli.output import emit, emit_json, stdout_on_stderr
 
 _CHECK_EPILOG = """\b
 Examples:
@@ -17,9 +17,9 @@ Examples:
   ckptmgr config check experiments/llama.yaml --json
 
 Callbacks are made, as a training would make them; no store is asked, and nothing is written. CKPTMGR_STORE, CKPTMGR_RUN and CKPTMGR_LOCAL_DIR
-override the file.
+override the file; of ${NAME} in it, the environment of this command is put in, as that of a training would be.
 
-Exit codes: 0 nothing is wrong with it; 2 a mistake, with its line."""
+Exit codes: 0 nothing is wrong with it; 2 mistakes, a line for each: FILE:LINE: KEY: what is wrong - what to do. With --json they are in `mistakes`, too."""
 
 _SCHEMA_EPILOG = """\b
 Example:
@@ -42,15 +42,23 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration.")] = Path("ckptmgr.yaml"),
     as_json: Json = False,
 ) -> None:
-    """Look for mistakes in a configuration: unknown keys, impossible values, callbacks that cannot be made. Names the callbacks in their order."""
+    """Look for all mistakes in a configuration: unknown keys, impossible values, callbacks that cannot be made. Names the callbacks in their order."""
     from ckptmgr.callbacks.manager import CallbackManager
+    from ckptmgr.core.errors import ConfigFileError
     from ckptmgr.training.config import read_config, run_url
 
-    config, document = read_config(file)
-    url = run_url(config, document)
-    names = list(CallbackManager.from_config(file).timings)
+    document: dict[str, Any] = {"file": str(file), "run": None, "callbacks": [], "mistakes": []}
+    try:
+        with stdout_on_stderr():  # what callbacks of others print while they are made
+            names = list(CallbackManager.from_config(file).timings)
+    except ConfigFileError as error:
+        if as_json:
+            found = [{name: getattr(each, name) for name in ("line", "key", "what", "hint")} for each in error.mistakes]
+            emit_json({**document, "mistakes": found})
+        raise
+    url = run_url(*read_config(file))
     if as_json:
-        emit_json({"file": str(file), "run": url, "callbacks": names})
+        emit_json({**document, "run": url, "callbacks": names})
         return
     emit(f"{file}: nothing is wrong with it")
     emit(f"  run        {url or 'none: nothing is saved'}")

@@ -198,11 +198,12 @@ def _log_to_stderr(*, verbose: bool) -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print the one line of `error`, and return its exit code."""
+    """Print the line of `error`, or its lines, and return its exit code."""
     from ckptmgr.core.errors import CkptmgrError
 
     if isinstance(error, CkptmgrError):
-        fail(str(error))
+        for line in error.lines:
+            fail(line)
         return error.exit_code
     if hasattr(error, "format_message"):  # what typer raises for a wrong command line, whichever click it carries
         return _report_usage(error)

@@ -2,7 +2,7 @@
 
     CkptmgrError                                                            1 unexpected
     ├─ ConfigError (ValueError)                                             2 usage, configuration, unknown scheme
-    │  └─ MissingExtraError (ImportError)                                   2
+    │  └─ MissingExtraError (ImportError) · ConfigFileError                 2
     ├─ ConflictError                                                        7 would mix or overwrite; nothing was changed
     ├─ ManifestError ── ManifestVersionError                                5 damaged / made by a newer ckptmgr
     ├─ IntegrityError ── ChecksumMismatchError · SizeMismatchError · SourceChangedError     5
@@ -21,12 +21,13 @@
           └─ DriftError                                                     7 training's conditions differ, which was refused
 
 Exit codes are those of the interface people script against; the command line maps an error to its class's `exit_code` and
-prints `str(error)`: one line with what, where, why and, after a dash, what to do (`hint`).
+prints its `lines`: mostly one, with what, where, why and, after a dash, what to do (`hint`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptmgr.core.redaction import without_secrets
@@ -70,6 +71,11 @@ class CkptmgrError(Exception):
     def __str__(self) -> str:
         return f"{self.message} - {self.hint}" if self.hint else self.message
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What it says, one line for each thing that is wrong."""
+        return (str(self),)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A fact with the name of a builtin base's own attribute (`path` of ImportError, `filename` of OSError) is not in __dict__.
         facts = {**self.__dict__, **{name: getattr(self, name) for name in self._facts}}
@@ -77,13 +83,49 @@ class CkptmgrError(Exception):
 
 
 class ConfigError(CkptmgrError, ValueError):
-    """A wrong argument, option, URL, selector or configuration value."""
+    """A wrong argument, option, URL, selector or configuration value. `argument` is the name of the argument, where it is about one."""
 
     exit_code = 2
+    argument: str = ""
 
 
 class MissingExtraError(ConfigError, ImportError):
     """An optional package that this operation needs is not installed; the hint says what to install."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """One thing that is wrong in a configuration.
+
+    Attributes:
+        file: its name; "" if it never was a file.
+        line: counted from 1; None if it never was text.
+        key: where it is, such as `callbacks[0].params.patience`; "" for the whole.
+        what: what is wrong there.
+        hint: what to do about it; "" when there is nothing to say.
+    """
+
+    file: str
+    line: int | None
+    key: str
+    what: str
+    hint: str
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        said = ": ".join(part for part in (where, self.key, self.what) if part)
+        return f"{said} - {self.hint}" if self.hint else said
+
+
+class ConfigFileError(ConfigError):
+    """A configuration holds mistakes: `mistakes` are all of them, in the order of lines; as text, each is a line."""
+
+    mistakes: tuple[Mistake, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line for each mistake."""
+        return tuple(map(str, self.mistakes))
 
 
 class ConflictError(CkptmgrError):

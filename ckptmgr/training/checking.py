@@ -75,19 +75,19 @@ def reasons_of(values: Sequence[str] | str) -> tuple[str, ...]:
 def require(name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
     """Raise ConfigError unless `value` is of `kind`."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {value!r}", hint=hint)
+        raise ConfigError(f"{name} is {value!r}", hint=hint, argument=name)
 
 
 def require_seconds(name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a number of seconds, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ConfigError(f"{name} is {value!r}", hint="give a number of seconds, 0 or more")
+        raise ConfigError(f"{name} is {value!r}", hint="give a number of seconds, 0 or more", argument=name)
 
 
 def require_one_of(name: str, value: Any, *known: str) -> None:
     """Raise ConfigError unless `value` is one of `known`."""
     if value not in known:
-        raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)))
+        raise ConfigError(f"{name}={value!r} is not known", hint="use " + " or ".join(map(repr, known)), argument=name)
 
 
 def require_arguments(**values: Any) -> None:

@@ -7,24 +7,26 @@
     callbacks:
       - {type: LossMonitorCallback, params: {log_interval: 50}}
 
-JSON with the same keys does as well. CKPTMGR_STORE, CKPTMGR_RUN, CKPTMGR_LOCAL_DIR and CKPTMGR_TRANSFER override the file.
+JSON with the same keys does as well. `${NAME}` and `${NAME:-default}` in a value are the environment's. CKPTMGR_STORE, CKPTMGR_RUN, CKPTMGR_LOCAL_DIR
+and CKPTMGR_TRANSFER override the file.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from ckptmgr.core.document import Document, Place, nearest, parse, spelled
+from ckptmgr.core.document import UNFIT, Document, Place, parse
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.policies import AnyOf, Best, EveryMinutes, EveryNEpochs, EveryNSteps, SavePolicy, Worst
 from ckptmgr.core.retention import AnyRule, KeepBest, KeepEveryNSteps, KeepLast, KeepWithin, KeepWorst, RetentionRule
 from ckptmgr.core.selectors import better_direction, split_ranked
+from ckptmgr.core.shapes import fit
 from ckptmgr.core.units import parse_duration, parse_size
 from ckptmgr.transfer.alarm import FailureBudget
 from ckptmgr.transfer.queue import QueueRules
@@ -86,13 +88,24 @@ class UploadSection(_Section):
 
 
 class CallbackSection(_Section):
-    """One callback: `type` is a built-in's name, a plugin's, or `package.module:Class`."""
+    """One callback; but for `type`, `params` and `enabled`, its keys are arguments of `CallbackManager.add`."""
 
-    type: str
-    params: dict[str, Any] = {}
-    name: str | None = None
-    priority: int | Literal["FIRST", "SAVE", "NORMAL", "STOP", "LOG"] | None = None
-    run_async: bool = False
+    type: Annotated[str, msgspec.Meta(description="A built-in's name, a plugin's, or package.module:Class.")]
+    params: Annotated[dict[str, Any], msgspec.Meta(description="Arguments of the class, by name.")] = {}
+    enabled: Annotated[bool, msgspec.Meta(description="false: it is checked, and takes no part.")] = True
+    name: Annotated[str | None, msgspec.Meta(description="In logs and in saved state; by default its class.")] = None
+    priority: Annotated[
+        int | Literal["FIRST", "SAVE", "NORMAL", "STOP", "LOG"] | None,
+        msgspec.Meta(description="Smaller numbers run first: FIRST 0, SAVE 25, NORMAL 50, STOP 75, LOG 100."),
+    ] = None
+    critical: Annotated[
+        bool | list[str] | None,
+        msgspec.Meta(description="true: what it raises ends the training; a list: in these events only."),
+    ] = None
+    run_async: Annotated[
+        bool,
+        msgspec.Meta(description="Run it in a thread of its own, which training never waits for; it may only watch."),
+    ] = False
 
 
 class Config(_Section):
@@ -113,13 +126,13 @@ class Config(_Section):
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Config, Document]:
-    """A configuration from a file, or from the values themselves.
+    """A configuration from a file, or from the values themselves, which are taken as they are.
 
     Returns:
-        It, and the document that it came from, for messages about what its values lead to.
+        It, as far as it holds no mistakes, and the document that it came from, which has those; `Document.raise_mistakes` raises them.
 
     Raises:
-        ConfigError: the file cannot be read, or holds a mistake: its line, and what is allowed.
+        ConfigError: the file cannot be read at all.
     """
     if isinstance(source, Mapping):
         document = Document(value=dict(source))
@@ -128,91 +141,82 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Con
     else:
         path = Path(source)
         try:
-            document = parse(path.read_text(encoding="utf-8"), str(path))
+            document = parse(path.read_text(encoding="utf-8"), str(path), os.environ)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be read: {error.strerror}", hint="give the configuration's path"
             ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is no text in UTF-8: {error}", hint="is it the configuration?") from error
-    value = {} if document.value is None else document.value
-    if not isinstance(value, dict):
-        raise document.error(
-            (), f"this is no mapping but {type(value).__name__}", f"the keys are {', '.join(_keys(()))}"
-        )
-    try:
-        config = msgspec.convert(value, Config)
-    except msgspec.ValidationError as error:
-        raise _explained(document, str(error)) from error
-    return _overridden(config), document
+    config = fit({} if document.value is None else document.value, Config, (), document)
+    return Config() if config is UNFIT else _overridden(config), document
 
 
 def schema() -> dict[str, Any]:
     """The JSON schema of the file, for editors."""
     made = msgspec.json.schema(Config)
+    for section in made["$defs"].values():
+        for key in section["properties"].values():
+            options = key.get("anyOf", [key])
+            if {"integer", "number", "boolean", None} & {each.get("type") for each in options if "$ref" not in each}:
+                # What is no text may be a variable, which is one.
+                told = (
+                    [{name: key.pop(name) for name in ("type", "enum") if name in key}] if options == [key] else options
+                )
+                key["anyOf"] = [*told, {"type": "string", "pattern": r"\$\{"}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ckptmgr.yaml", **made}
 
 
 def run_url(config: Config, document: Document) -> str | None:
-    """The run that it is about; None if it names none.
-
-    Raises:
-        ConfigError: a name without a store.
-    """
+    """The run that it is about; None if it names none, or a name without a store, which is a mistake."""
     if config.run is None:
-        if config.store is not None:
-            raise document.error(("store",), "a store without a run", "add `run: NAME`")
+        if config.store is not None and not _is_given("run", document):
+            document.mistake(("store",), "a store without a run", "add `run: NAME`")
         return None
     if "://" in config.run or config.run.startswith((".", "/", "~")):
         return os.path.expanduser(config.run)
     if config.store is None:
-        raise document.error(
-            ("run",),
-            f"{config.run!r} is a name, and there is no store",
-            "add `store: s3://bucket/experiments`, or give a URL",
-        )
+        if not _is_given("store", document):
+            hint = "add `store: s3://bucket/experiments`, or give a URL"
+            document.mistake(("run",), f"{config.run!r} is a name, and there is no store", hint)
+        return None
     return f"{config.store.rstrip('/')}/{config.run}"
+
+
+def names_run(config: Config, document: Document) -> bool:
+    """Whether it says where to save, be it in vain."""
+    return bool(config.run or config.store or _is_given("run", document) or _is_given("store", document))
 
 
 def manager_from(config: Config, document: Document) -> CheckpointManager | None:
     """The manager that it describes; None if it names no run. Nothing is touched before its first use.
 
-    Raises:
-        ConfigError: a value makes no sense.
+    What makes no sense is among the mistakes of `document`, and left out.
     """
-    from ckptmgr.training.manager import CheckpointManager
-
     url = run_url(config, document)
-    if url is None:
-        for name in (
-            "local_dir",
-            "save",
-            "keep",
-            "keep_local",
-            "upload",
-            "on_existing",
-            "on_save_error",
-            "strict",
-            "refuse_drift",
-        ):
-            if getattr(config, name) is not None:
-                raise document.error(
-                    (name,), "there is no run that this is about", "add `run: s3://bucket/experiments/name`"
-                )
-        return None
-    plain = ("local_dir", "on_existing", "on_save_error", "strict", "refuse_drift")
-    given: dict[str, Any] = {name: getattr(config, name) for name in plain if getattr(config, name) is not None}
-    with _placed(document, ("save",)):
-        given["save"] = save_policy(config.save, document)
-    with _placed(document, ("keep",)):
-        given["keep"] = retention_rule(config.keep, document, ("keep",))
-    with _placed(document, ("keep_local",)):
-        if (local := retention_rule(config.keep_local, document, ("keep_local",))) is not None:
-            given["keep_local"] = local
-    with _placed(document, ("upload",)):
-        given |= _uploads(config.upload, document)
-    with _placed(document, ()):
-        return CheckpointManager(url, **given)
+    given: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(config, name)) is not None}
+    if config.refuse_drift is not None:
+        given["refuse_drift"] = [each for each in config.refuse_drift if each is not UNFIT]
+    given |= {
+        "save": save_policy(config.save, document),
+        "keep": retention_rule(config.keep, document, "keep"),
+        **_uploads(config.upload, document),
+    }
+    if (local := retention_rule(config.keep_local, document, "keep_local")) is not None:
+        given["keep_local"] = local
+    if url is not None or names_run(config, document):
+        from ckptmgr.training.manager import CheckpointManager  # which loads torch
+
+        # In place of a run that is named in vain, any: the rest is to be looked at, too.
+        make = partial(CheckpointManager, url or "./run")
+        made: CheckpointManager | None = document.make(make, given, _where)
+        return made
+    sections = (*_PLAIN, "refuse_drift", "save", "keep", "keep_local", "upload")
+    without = [name for name in sections if getattr(config, name) is not None]
+    if without:
+        hint = "add `run: s3://bucket/experiments/name`"
+        document.mistake((without[0],), "there is no run that this is about", hint)
+    return None
 
 
 def save_policy(section: SaveSection | None, document: Document) -> SavePolicy | None:
@@ -220,41 +224,54 @@ def save_policy(section: SaveSection | None, document: Document) -> SavePolicy |
     if section is None:
         return None
     parts: list[SavePolicy] = []
-    if section.every_n_steps is not None:
-        parts.append(EveryNSteps(section.every_n_steps))
-    if section.every_n_epochs is not None:
-        parts.append(EveryNEpochs(section.every_n_epochs))
-    if section.every_minutes is not None:
-        parts.append(EveryMinutes(section.every_minutes))
+    timed: list[tuple[str, Any]] = [
+        ("every_n_steps", EveryNSteps),
+        ("every_n_epochs", EveryNEpochs),
+        ("every_minutes", EveryMinutes),
+    ]
+    for name, policy in timed:
+        if (every := getattr(section, name)) is not None:
+            with document.at("save", name):
+                parts.append(policy(every))
     kinds: list[tuple[Any, str]] = [(Best, "best"), (Worst, "worst")]
     for kind, name in kinds:
-        for index, (metric, mode, k) in enumerate(_ranked(getattr(section, name))):
+        for place, (metric, mode, k) in _ranked(getattr(section, name), ("save", name), document):
             try:
                 direction = better_direction(metric, mode, ())
             except ConfigError as error:
-                raise document.error(
-                    ("save", name, index), error.message, "write METRIC:min or METRIC:max, and how many as METRIC:min:K"
-                ) from error
-            parts.append(kind(metric, mode=direction, k=k))
-    return AnyOf(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
+                hint = "write METRIC:min or METRIC:max, and how many as METRIC:min:K"
+                document.mistake(place, error.message, hint)
+            else:
+                with document.at(*place):
+                    parts.append(kind(metric, mode=direction, k=k))
+    with document.at("save"):
+        return AnyOf(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
+    return None
 
 
-def retention_rule(section: KeepSection | None, document: Document, place: Place) -> RetentionRule | None:
-    """What `keep` or `keep_local` says."""
+def retention_rule(section: KeepSection | None, document: Document, name: str) -> RetentionRule | None:
+    """What `keep` or `keep_local`, which is `name`, says."""
     if section is None:
         return None
     rules: list[RetentionRule] = []
-    if section.last is not None:
-        rules.append(KeepLast(section.last))
-    if section.every_n_steps is not None:
-        rules.append(KeepEveryNSteps(section.every_n_steps))
-    rules += [KeepBest(*each) for each in _ranked(section.best)]
-    rules += [KeepWorst(*each) for each in _ranked(section.worst)]
+    counted: list[tuple[str, Any]] = [("last", KeepLast), ("every_n_steps", KeepEveryNSteps)]
+    for key, rule in counted:
+        if (number := getattr(section, key)) is not None:
+            with document.at(name, key):
+                rules.append(rule(number))
+    kinds: list[tuple[str, Any]] = [("best", KeepBest), ("worst", KeepWorst)]
+    for key, rule in kinds:
+        for place, each in _ranked(getattr(section, key), (name, key), document):
+            with document.at(*place):
+                rules.append(rule(*each))
     if section.within is not None:
         seconds = parse_duration(section.within)
         if seconds is None:
-            raise document.error((*place, "within"), f"{section.within!r} is no length of time", "write 12h, 7d or 2w")
-        rules.append(KeepWithin(seconds))
+            hint = "write 12h, 7d or 2w"
+            document.mistake((name, "within"), f"{section.within!r} is no length of time", hint)
+        else:
+            with document.at(name, "within"):
+                rules.append(KeepWithin(seconds))
     return AnyRule(rules=tuple(rules)) if len(rules) > 1 else rules[0] if rules else None
 
 
@@ -264,30 +281,48 @@ def _uploads(section: UploadSection | None, document: Document) -> dict[str, Any
     values = {name: value for name in section.__struct_fields__ if (value := getattr(section, name)) is not None}
     for name in ("max_bytes", "min_free_bytes"):
         if isinstance(text := values.get(name), str):
-            size = parse_size(text)
-            if size is None:
-                raise document.error(("upload", name), f"{text!r} is no size", "write 50GB, 64MiB or a number of bytes")
-            values[name] = size
+            if (size := parse_size(text)) is None:
+                hint = "write 50GB, 64MiB or a number of bytes"
+                document.mistake(("upload", name), f"{text!r} is no size", hint)
+                del values[name]
+            else:
+                values[name] = size
     queue = {name: values.pop(name) for name in QueueRules.__slots__ if name in values}
-    budget = {
-        own: values.pop(name)
-        for name, own in (
-            ("failures", "failures"),
-            ("without_durable_s", "without_durable_s"),
-            ("on_failures", "action"),
-        )
-        if name in values
-    }
-    if queue:
-        values["queue"] = QueueRules(**queue)
-    if budget:
-        values["failures"] = FailureBudget(**budget)
+    budget = {own: values.pop(name) for own, name in _BUDGET.items() if name in values}
+    groups: list[tuple[str, Any, dict[str, Any]]] = [
+        ("queue", QueueRules, queue),
+        ("failures", FailureBudget, budget),
+    ]
+    for name, kind, given in groups:
+        if given and (made := document.make(kind, given, _where)) is not None:
+            values[name] = made
     return values
 
 
-def _ranked(value: str | Ranked | Sequence[str | Ranked] | None) -> list[tuple[str, Any, int]]:
-    several = [] if value is None else [value] if isinstance(value, (str, Ranked)) else value
-    return [split_ranked(each) if isinstance(each, str) else (each.metric, each.mode, each.k) for each in several]
+# The file's name for what FailureBudget calls otherwise.
+_BUDGET = {"failures": "failures", "without_durable_s": "without_durable_s", "action": "on_failures"}
+_PLAIN = ("local_dir", "on_existing", "on_save_error", "strict")
+
+
+def _where(argument: str) -> Place:
+    """Where the file has an argument of CheckpointManager, QueueRules or FailureBudget."""
+    name = _BUDGET.get(argument, argument)
+    return ("upload", name) if name in UploadSection.__struct_fields__ else (name,) if name else ("run",)
+
+
+def _is_given(name: str, document: Document) -> bool:
+    """Whether the file has it, be it in vain."""
+    return isinstance(document.value, Mapping) and document.value.get(name) is not None
+
+
+def _ranked(value: Any, place: Place, document: Document) -> Iterator[tuple[Place, tuple[str, Any, int]]]:
+    """METRIC, MODE and K of each, and where it stands; without those in which something does not fit."""
+    several = {(*place, index): each for index, each in enumerate(value)} if isinstance(value, list) else {place: value}
+    for where, each in several.items():
+        if isinstance(each, str):
+            yield where, split_ranked(each)
+        elif isinstance(each, Ranked) and not document.is_flawed(where):
+            yield where, (each.metric, each.mode, each.k)
 
 
 def _overridden(config: Config) -> Config:
@@ -301,82 +336,4 @@ def _overridden(config: Config) -> Config:
     return msgspec.structs.replace(config, **changes) if changes else config
 
 
-class _placed:
-    """Puts the place in front of what values of it lead to."""
-
-    def __init__(self, document: Document, place: Place) -> None:
-        self._document, self._place = document, place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        already = (
-            isinstance(error, ConfigError) and self._document.name and error.message.startswith(self._document.name)
-        )
-        if isinstance(error, ConfigError) and not already:
-            raise self._document.error(self._place, error.message, error.hint) from error
-
-
-_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<place>[^`]*)`)?$", re.DOTALL)
-
-
-def _explained(document: Document, message: str) -> ConfigError:
-    """The error of a value that is not as it should be, with its line."""
-    match = _PLACE.match(message)
-    what, path = (match["what"], match["place"] or "") if match is not None else (message, "")
-    place = _place(path, document.value)
-    unknown = re.search(r"unknown field `([^`]*)`", what)
-    if unknown is not None:
-        return document.error((*place, unknown[1]), "this key is not known", nearest(unknown[1], _keys(place)))
-    missing = re.search(r"missing required field `([^`]*)`", what)
-    if missing is not None:
-        return document.error(place, f"{missing[1]} is missing", f"add `{missing[1]}: …`")
-    allowed = _allowed(place)
-    return document.error(place, what[:1].lower() + what[1:], f"it is one of {', '.join(allowed)}" if allowed else "")
-
-
-def _place(path: str, value: Any) -> Place:
-    """msgspec's `.callbacks[0].params[...]` as keys and indices; `[...]` is some key of a mapping, which it does not name."""
-    place: list[str | int] = []
-    for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
-        if name:
-            place.append(name)
-        elif index.isdecimal():
-            place.append(int(index))
-    return tuple(place)
-
-
-_SECTIONS: dict[str, Any] = {
-    "save": SaveSection,
-    "keep": KeepSection,
-    "keep_local": KeepSection,
-    "upload": UploadSection,
-    "callbacks": CallbackSection,
-}
-
-
-def _section(place: Place) -> Any:
-    words = [part for part in place if isinstance(part, str)]
-    if len(words) >= 2 and words[-1] in ("best", "worst"):
-        return Ranked
-    return _SECTIONS.get(words[0]) if words else Config
-
-
-def _keys(place: Place) -> list[str]:
-    section = _section(place)
-    return [] if section is None else list(section.__struct_fields__)
-
-
-def _allowed(place: Place) -> list[str]:
-    """The values of a key that has only a few."""
-    words = [part for part in place if isinstance(part, str)]
-    if not words:
-        return []
-    section = _section(place[:-1]) if isinstance(place[-1], str) else None
-    annotation = None if section is None else section.__annotations__.get(words[-1], "")
-    found = re.search(r"Literal\[([^\]]*)\]", str(annotation))
-    return [word.strip().strip("\"'") for word in found[1].split(",")] if found else []
-
-
-__all__ = ["CallbackSection", "Config", "manager_from", "read_config", "run_url", "schema", "spelled"]
+__all__ = ["CallbackSection", "Config", "manager_from", "names_run", "read_config", "run_url", "schema"]

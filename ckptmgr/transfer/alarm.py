@@ -37,11 +37,15 @@ class FailureBudget:
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
-            raise ConfigError(f"action={self.action!r} is not known", hint="use 'warn' or 'stop'")
+            raise ConfigError(f"action={self.action!r} is not known", hint="use 'warn' or 'stop'", argument="action")
         for name in ("failures", "without_durable_s"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not value > 0):
-                raise ConfigError(f"{name}={value!r} would be used up at once", hint="give a positive number, or None")
+                raise ConfigError(
+                    f"{name}={value!r} would be used up at once",
+                    hint="give a positive number, or None",
+                    argument=name,
+                )
 
 
 class Alarm:

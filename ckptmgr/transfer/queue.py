@@ -67,11 +67,17 @@ class QueueRules:
     def __post_init__(self) -> None:
         for name, kinds in (("when_full", get_args(WhenFull)), ("when_busy", get_args(WhenBusy))):
             if getattr(self, name) not in kinds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not known", hint=f"use one of {', '.join(kinds)}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not known",
+                    hint=f"use one of {', '.join(kinds)}",
+                    argument=name,
+                )
         for name in ("max_bytes", "min_free_bytes", "max_block_s"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not value >= 0):
-                raise ConfigError(f"{name}={value!r} makes no sense", hint="give a number that is not negative")
+                raise ConfigError(
+                    f"{name}={value!r} makes no sense", hint="give a number that is not negative", argument=name
+                )
 
     def floor_bytes(self, disk_bytes: int) -> int:
         """What must stay free of a disk of this size."""

@@ -195,6 +195,24 @@ def test_interruptions_pass(error: BaseException) -> None:
         step_end(CallbackManager([Raises(error)]))
 
 
+@pytest.mark.parametrize("critical", [True, ["on_step_end"]], ids=str)
+def test_who_adds_a_callback_may_make_it_critical_or_not(critical: bool | list[str]) -> None:
+    """In place of what its class says."""
+    manager = CallbackManager()
+    manager.add(Raises(RuntimeError("stop here")), critical=critical)
+    with pytest.raises(RuntimeError, match="stop here"):
+        step_end(manager)
+    lenient = Raises(RuntimeError("go on"))
+    lenient.critical = True
+    manager = CallbackManager()
+    manager.add(lenient, critical=False)
+    step_end(manager)
+    assert manager.failures == {"Raises": 1}
+    with pytest.raises(ConfigError, match="critical for 'on_stepend', which is no event") as caught:
+        manager.add(Recorder([]), critical=["on_stepend"])
+    assert caught.value.argument == "critical"
+
+
 def test_a_critical_callback_inside_a_nested_manager_raises() -> None:
     """A manager inside a manager is no shield for critical callbacks."""
     callback = Raises(RuntimeError("stop here"))

@@ -104,7 +104,7 @@ def test_a_run_is_enough(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "said"),
     [
         (None, "nothing says where to save"),
-        ("save: {every_n_step: 7}", "every_n_steps"),
+        ("run: ./runs/a\nsave: {every_n_step: 7}", "every_n_steps"),
         ("callbacks: [{type: LossMonitorCallback, params: {log_intervall: 5}}]", "log_interval"),
         ("callbacks: [SaveModelCallback]", "needs a run"),
     ],

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.callbacks.builtin import BUILT_IN
+
 Result = subprocess.CompletedProcess[str]
 Cli = Callable[..., Result]
 
@@ -44,6 +46,7 @@ def test_a_good_one(cli: Cli, here: Path) -> None:
         "file": "ckptmgr.yaml",
         "run": "./runs/llama",
         "callbacks": ["Watch", "SaveModelCallback"],
+        "mistakes": [],
     }
     assert not (here / "runs").exists()
     assert not (here / ".ckptmgr").exists()
@@ -60,6 +63,51 @@ def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
     told = cli("config", "check", "other.yaml")
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr.startswith("ckptmgr: error: other.yaml cannot be read: No such file or directory")
+
+
+def test_every_mistake_is_a_line_and_an_entry_of_the_document(cli: Cli, here: Path) -> None:
+    """On stderr for people, on stdout for programs; what a callback prints while it is made is in neither's way."""
+    (here / "my_callbacks.py").write_text("class Watch:\n    on_step_end = print\nprint('imported')\n")
+    (here / "ckptmgr.yaml").write_text(GOOD.replace("run: ./runs/llama", "run: ${NO_JOB}").replace("FIRST", "FRIST"))
+    told = cli("config", "check", "--json")
+    assert told.returncode == 2
+    assert json.loads(told.stdout) == {
+        "file": "ckptmgr.yaml",
+        "run": None,
+        "callbacks": [],
+        "mistakes": [
+            {
+                "line": 1,
+                "key": "run",
+                "what": "the variable NO_JOB is not set",
+                "hint": "set it, or write ${NO_JOB:-default}",
+            },
+            {
+                "line": 4,
+                "key": "callbacks[0].priority",
+                "what": "'FRIST' does not fit",
+                "hint": "did you mean FIRST? (give a whole number or one of FIRST, SAVE, NORMAL, STOP, LOG or null)",
+            },
+        ],
+    }
+    run, priority = [line for line in told.stderr.splitlines() if line != "imported"]
+    assert run.startswith("ckptmgr: error: ckptmgr.yaml:1: run: the variable NO_JOB is not set - set it, or write ")
+    assert priority.startswith(
+        "ckptmgr: error: ckptmgr.yaml:4: callbacks[0].priority: 'FRIST' does not fit - did you mean "
+    )
+
+
+def test_no_torch_is_imported_that_no_callback_needs(cli: Cli, here: Path) -> None:
+    """It takes seconds; only a run needs it, for its manager."""
+    (here / "my_callbacks.py").write_text(
+        "import sys\nclass Watch:\n    def __init__(self, rate: float = 0.1):\n        assert 'torch' not in sys.modules\n"
+        "    def on_step_end(self, **kwargs):\n        pass\n"
+    )
+    needs_more = ("GradientClipCallback", "NotifyCallback", "SaveModelCallback")
+    built_in = "".join(f"  - {name}\n" for name in BUILT_IN if name not in needs_more)
+    (here / "ckptmgr.yaml").write_text(f"callbacks:\n{built_in}  - {{type: my_callbacks:Watch, params: {{rate: 1}}}}\n")
+    told = cli("config", "check")
+    assert (told.returncode, told.stderr) == (0, "")
 
 
 def test_the_schema(cli: Cli, here: Path) -> None:
