@@ -237,7 +237,7 @@ stict: true
 callbacks:
   - EarlyStopping
   - {type: LossMonitorCallback, params: {log_interval: 0, window: '5', on_spike: [halt], explosion_factor: 1}}
-  - {type: my_callbacks:Mine, params: {limits: 1, lable: 2}}
+  - {type: my_callbacks:Mine, params: {limits: 1, labell: 2}}
   - {typ: my_callbacks:Mine, priority: HIGH}
   - {type: my_callbacks:Mine, params: {limit: 1.5}}
   - {type: my_callbacks:Mine, params: {limit: 1}, run_async: true, critical: true}
@@ -264,7 +264,7 @@ callbacks:
         "10: callbacks[1].params.on_spike[0]: 'halt' does not fit",
         "10: callbacks[1].params.log_interval: LossMonitorCallback: log_interval is 0",
         "10: callbacks[1].params.explosion_factor: LossMonitorCallback: explosion_factor is 1",
-        "11: callbacks[2].params.lable: my_callbacks:Mine has no parameter 'lable'",
+        "11: callbacks[2].params.labell: my_callbacks:Mine has no parameter 'labell'",
         "11: callbacks[2].params.limits: my_callbacks:Mine has no parameter 'limits'",
         "12: callbacks[3].typ: this key is not known",
         "12: callbacks[3].priority: 'HIGH' does not fit",

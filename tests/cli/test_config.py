@@ -68,7 +68,7 @@ def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
 def test_every_mistake_is_a_line_and_an_entry_of_the_document(cli: Cli, here: Path) -> None:
     """On stderr for people, on stdout for programs; what a callback prints while it is made is in neither's way."""
     (here / "my_callbacks.py").write_text("class Watch:\n    on_step_end = print\nprint('imported')\n")
-    (here / "ckptmgr.yaml").write_text(GOOD.replace("run: ./runs/llama", "run: ${NO_JOB}").replace("FIRST", "FRIST"))
+    (here / "ckptmgr.yaml").write_text(GOOD.replace("run: ./runs/llama", "run: ${NO_JOB}").replace("FIRST", "FIRSTT"))
     told = cli("config", "check", "--json")
     assert told.returncode == 2
     assert json.loads(told.stdout) == {
@@ -85,7 +85,7 @@ def test_every_mistake_is_a_line_and_an_entry_of_the_document(cli: Cli, here: Pa
             {
                 "line": 4,
                 "key": "callbacks[0].priority",
-                "what": "'FRIST' does not fit",
+                "what": "'FIRSTT' does not fit",
                 "hint": "did you mean FIRST? (give a whole number or one of FIRST, SAVE, NORMAL, STOP, LOG or null)",
             },
         ],
@@ -93,7 +93,7 @@ def test_every_mistake_is_a_line_and_an_entry_of_the_document(cli: Cli, here: Pa
     run, priority = [line for line in told.stderr.splitlines() if line != "imported"]
     assert run.startswith("ckptmgr: error: ckptmgr.yaml:1: run: the variable NO_JOB is not set - set it, or write ")
     assert priority.startswith(
-        "ckptmgr: error: ckptmgr.yaml:4: callbacks[0].priority: 'FRIST' does not fit - did you mean "
+        "ckptmgr: error: ckptmgr.yaml:4: callbacks[0].priority: 'FIRSTT' does not fit - did you mean "
     )
 
 

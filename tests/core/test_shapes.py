@@ -83,7 +83,7 @@ REFUSED: list[tuple[Any, Any, list[str]]] = [
     ("y" * 200, int, [": '" + "y" * 75 + " … does not fit - give a whole number"]),
     (3, str | Part, [": 3 does not fit - give text or a mapping with size, mode, names"]),
     ({}, Part, [": size is missing - add `size: …`"]),
-    ({"sise": 1}, Part, [".sise: this key is not known - did you mean size? (there is mode, names, size)"]),
+    ({"sizze": 1}, Part, [".sizze: this key is not known - did you mean size? (there is mode, names, size)"]),
     ({"size": "1", "mode": "up", "q": 1}, str | Part | None, [
         ".q: this key is not known - there is mode, names, size",
         ".size: '1' does not fit - write 1 without quotes",
