@@ -13,33 +13,27 @@ import logging
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ckptmgr.callbacks import facts, lightning_loops
 from ckptmgr.callbacks.base import TrainerControl, TrainerState
-from ckptmgr.callbacks.lightning_data import TrainingData, evaluation_generators, set_evaluation_generators
-from ckptmgr.callbacks.lightning_io import LightningCheckpointIO, base_class, framework
+from ckptmgr.callbacks.lightning_data import TrainingData
+from ckptmgr.callbacks.lightning_io import LightningCheckpointIO, TakesFiles, base_class
+from ckptmgr.callbacks.lightning_state import Continuation
 from ckptmgr.callbacks.save_model import SaveModelCallback
 from ckptmgr.callbacks.seams import SavingManager, StopSource
-from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.policies import SavePolicy
 from ckptmgr.training.agreeing import with_all_ranks
-from ckptmgr.training.arguments import continues_stopped
-from ckptmgr.training.dataset_facts import dataset_facts
-from ckptmgr.training.rank_rng import capture_ranks, gather_rng, restore_ranks
-from ckptmgr.training.resuming import refuse_to_part
-from ckptmgr.training.rng import RngMark, capture_rng
+from ckptmgr.training.starting import refuse_to_part
 
 __all__ = ["LightningCallback", "LightningCheckpointIO"]
 
 _log = logging.getLogger(__name__)
 _Checkpoint: Any = base_class("callbacks", "Checkpoint")
-_VERSION = 1
 
 
 @dataclass(slots=True)
@@ -98,16 +92,15 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         super().__init__()
         self.manager = manager
         self._engine = SaveModelCallback(
-            cast(SavingManager, _TakesFiles(manager)),
+            cast(SavingManager, TakesFiles(manager)),
             save,
             save_at_end=save_at_end,
             close_timeout_s=close_timeout_s,
             preemption=preemption,
         )
-        self._continue_stopped = continue_stopped
         self._data = TrainingData()
+        self._continuation = Continuation(self._data, continue_stopped=continue_stopped)
         self._trainer: Any = None
-        self._restored: Mapping[str, Any] | None = None
         self._control = _Control()
         self._step = -1
         self._evaluation_owed = False
@@ -115,7 +108,6 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         # Micro-batches of the step under way, and the metrics of evaluations between them.
         self._begun = 0
         self._evaluated: list[dict[str, float]] = []
-        self._said_partial = False
 
     @property
     def failures(self) -> int:
@@ -129,7 +121,14 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     @classmethod
     def like(cls, saving: SaveModelCallback) -> LightningCallback:
         """One that saves as `saving` would in another host, as far as its arguments mean something here."""
-        return cls(saving.manager, saving.policy, save_at_end=saving.save_at_end)
+        return cls(
+            saving.manager,
+            saving.policy,
+            save_at_end=saving.save_at_end,
+            close_timeout_s=saving.close_timeout_s,
+            preemption=saving.preemption or False,
+            continue_stopped=saving.continue_stopped,
+        )
 
     def ask_to_save(self) -> None:
         """Save at the edge of the step under way, or of the last one between two steps, whatever the policy says; in the training thread."""
@@ -147,31 +146,17 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         trainer = self._trainer
         if trainer is None:
             return {}
-        place = lightning_loops.place_of(trainer.lightning_module)
-        # Before the random states: it may look at the next batch, and leaves no trace of that.
-        data = self._data.state_dict()
-        partial = self._begun if trainer.global_step == self._step else 0
-        if partial and not self._said_partial:
-            self._said_partial = True
-            self._say_partial(trainer, partial)
-        gather_rng()
-        return {
-            "version": _VERSION,
-            **self._engine.state_dict(),
-            "place": place,
-            "data": data,
-            "partial": partial,
-            "rng": capture_ranks(),
-            "evaluation_generators": evaluation_generators(trainer.val_dataloaders),
-            "metrics": lightning_loops.metrics_of(trainer),
-            "owed_steps": {} if self._evaluation_owed else lightning_loops.owed_steps(trainer, place),
-            "stopped": lightning_loops.stopped_by(trainer),
-        }
+        state = self._continuation.state_dict(
+            trainer,
+            partial=self._begun if trainer.global_step == self._step else 0,
+            evaluation_owed=self._evaluation_owed,
+            saver=self,
+        )
+        return {**state, **self._engine.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._restored = state_dict
         self._engine.load_state_dict(state_dict)
-        self._data.load_state_dict(state_dict["data"], _own(state_dict["rng"]))
+        self._continuation.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._evaluation_owed:
@@ -189,26 +174,13 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         self._refuse_to_forget(trainer)
         describe = getattr(self.manager, "describe", None)
         if callable(describe):
-            self._engine._guard("description of the training", lambda: describe(self._conditions(trainer)))
+            self._engine._guard("description of the training", lambda: describe(self._data.conditions(trainer)))
         if self._engine.preemption is not None:
             _set_aside_handler(trainer)
         state = self._state(trainer)
         self._engine.on_train_begin(None, state, self._for_engine(_Control()), resume_from=path, model=pl_module)
         self._step, self._begun, self._evaluated = trainer.global_step, 0, []
-        restored, self._restored = self._restored, None
-        partial = 0
-        if trainer.ckpt_path is not None:
-            partial = (restored or {}).get("partial", lightning_loops.partly_accumulated(trainer))
-        if restored is not None:
-            self._go_on(trainer, restored)
-        if partial and not trainer.should_stop:
-            _log.warning(
-                "the checkpoint of step %d was made between micro-batches: what the %d before it had added to step %d is not in it, and this run does "
-                "not equal an uninterrupted one",
-                trainer.global_step,
-                partial,
-                trainer.global_step + 1,
-            )
+        self._continuation.go_on(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._control = _Control()
@@ -286,42 +258,10 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, trainer: Any, saved: Mapping[str, Any]) -> None:
-        lightning_loops.set_metrics(trainer, saved["metrics"])
-        lightning_loops.step_owed(trainer, saved["owed_steps"])
-        set_evaluation_generators(trainer.val_dataloaders, saved["evaluation_generators"])
-        if saved["place"] == "epoch":
-            lightning_loops.go_on_with_next_epoch(trainer)
-        # What follows is Lightning's own, and right: the loader is where it was.
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-        stopped = saved["stopped"]
-        if stopped and not continues_stopped(self._continue_stopped):
-            trainer.should_stop = True
-            _log.warning(
-                "already stopped (%s): step %d was the last, and no further one is run - to go on, set continue_stopped in LightningCallback, "
-                "or CKPTMGR_CONTINUE_STOPPED=1",
-                stopped,
-                trainer.global_step,
-            )
-        if self._data.moment is not None:
-            for note in restore_ranks(saved["rng"]):
-                _log.warning("%s", note)
-
     def _tell_evaluations(self, state: TrainerState) -> None:
         evaluated, self._evaluated = self._evaluated, []
         for metrics in evaluated:
             self._engine.on_evaluate(None, state, self._for_engine(self._control), metrics=metrics)
-
-    def _say_partial(self, trainer: Any, partial: int) -> None:
-        others = [type(each).__name__ for each in trainer.checkpoint_callbacks if each is not self]
-        _log.warning(
-            "step %d is saved between micro-batches (%s): what %d of them have added to step %d is not in this checkpoint, and a run that resumes from "
-            "it does not equal an uninterrupted one; later ones like it are not named",
-            trainer.global_step,
-            ", ".join(others) or "the end of training, or trainer.save_checkpoint",
-            partial,
-            trainer.global_step + 1,
-        )
 
     def _end_of_edge(self, trainer: Any, state: TrainerState, *, over: bool = False) -> None:
         """Save if anything asks for it, and leave if there is a notice."""
@@ -379,44 +319,6 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
                 "a checkpoint was asked for, but training begins without it",
                 hint="hand its path over: trainer.fit(model, ckpt_path=manager.resume_path())",
             )
-
-    def _conditions(self, trainer: Any) -> Conditions:
-        known = Conditions(world_size=trainer.world_size, accumulation=trainer.accumulate_grad_batches)
-        if len(self._data.loaders) != 1:
-            return known
-        data = dataset_facts(self._data.loaders[0])
-        return replace(
-            known,
-            batch_size=data.batch_size,
-            dataset_length=data.dataset_length,
-            dataset_fingerprint=data.dataset_fingerprint,
-        )
-
-
-class _TakesFiles:
-    """The manager, as one that is handed the directory of a file where it would be handed a state."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def save(self, step: int, state: Mapping[str, Any], **how: Any) -> str | None:
-        taken: str | None = self._manager.take(step, state["directory"], framework=framework(), **how)
-        return taken
-
-    def reserve(self, state: Mapping[str, Any]) -> None:
-        """Nothing is staged in memory."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
-def _own(states: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the random states of all ranks, those of this one."""
-    now = RngMark()
-    restore_ranks(states)
-    own = capture_rng()
-    now.go_back()
-    return own
 
 
 def _set_aside_handler(trainer: Any) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from ckptmgr.core.conditions import Conditions
 from ckptmgr.training.data_position import DataPosition
+from ckptmgr.training.dataset_facts import dataset_facts
 from ckptmgr.training.loader import ResumableLoader
 from ckptmgr.training.random_sources import generators
 from ckptmgr.training.rng import RngMark, capture_rng, restore_rng
@@ -106,6 +109,19 @@ class TrainingData:
         """The positions as they are between two steps; plain values and tensors."""
         ahead = self.fetches_ahead
         return {"loaders": [loader.saved(ahead=ahead) for loader in self._loaders]}
+
+    def conditions(self, trainer: Any) -> Conditions:
+        """What `trainer` and its data say of what it runs under; of several training loaders nothing."""
+        known = Conditions(world_size=trainer.world_size, accumulation=trainer.accumulate_grad_batches)
+        if len(self._loaders) != 1:
+            return known
+        data = dataset_facts(self.loaders[0])
+        return replace(
+            known,
+            batch_size=data.batch_size,
+            dataset_length=data.dataset_length,
+            dataset_fingerprint=data.dataset_fingerprint,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], moment: Mapping[str, Any]) -> None:
         """Take up what was saved, for the loaders that Lightning makes next; `moment` are the random states of the save."""

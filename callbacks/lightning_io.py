@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,23 @@ class LightningCheckpointIO(_TorchIO):  # type: ignore[misc]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._taken = step
+
+
+class TakesFiles:
+    """The manager, as one that is handed the directory of a file where it would be handed a state."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def save(self, step: int, state: Mapping[str, Any], **how: Any) -> str | None:
+        taken: str | None = self._manager.take(step, state["directory"], framework=framework(), **how)
+        return taken
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Nothing is staged in memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
 
 def _verify(path: Path) -> None:

@@ -318,6 +318,20 @@ def test_a_file_configures_it_and_saving(fit: Fit, tmp_path: Path) -> None:
         LightningCallbacks(CallbackManager.from_config(path))
 
 
+def test_what_the_file_says_of_saving_holds_here(tmp_path: Path) -> None:
+    """The arguments of its SaveModelCallback that mean something in Lightning."""
+    from ckptmgr.callbacks.lightning_events import lightning_callbacks
+
+    said = {"save_at_end": False, "close_timeout_s": 5.0, "preemption": False, "continue_stopped": True}
+    for params in (said, {}):
+        source = {"run": str(tmp_path / "run"), "callbacks": [{"type": "SaveModelCallback", "params": params}]}
+        _, saving = lightning_callbacks(source)
+        engine = saving._engine
+        assert (engine.save_at_end, engine.close_timeout_s) == ((False, 5.0) if params else (True, None))
+        assert (engine.preemption is None) is bool(params)
+        assert saving._continuation.continue_stopped is bool(params)
+
+
 def test_a_bare_callback_says_where_it_belongs(fit: Fit) -> None:
     """Lightning asks its callbacks for what this one does not have."""
     with pytest.raises(TypeError, match="Records is no callback of Lightning's: give its Trainer LightningCallbacks"):
