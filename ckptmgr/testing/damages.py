@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from ckptmgr.core.layout import Stem, data_key
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.push import push
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 from ckptmgr.testing.trees import write_tree
 
@@ -62,11 +63,6 @@ def change(
             kind
         ]
     return None if spoiled == right else Change(stored={path: spoiled}, wrong=frozenset({path}))
-
-
-def files_in(directory: Path) -> dict[str, bytes]:
-    """Every file below `directory` with its bytes, by path; links count as what they lead to."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 @dataclass

@@ -16,16 +16,12 @@ from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
 from ckptmgr.run import artifact_push
 from ckptmgr.run.contents import describe
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 
 Tree = Callable[[str, Mapping[str, bytes]], Path]
 Ask = Callable[..., Any]
 MakeStore = Callable[[str], Store]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    """The files below `directory`, by relative path."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def data_keys(version_id: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -57,7 +53,7 @@ def test_k098_equal_base_names_stay_apart(make_store: MakeStore, kind: str, tree
     assert store.snapshot("model/checkpoints/") == wanted
     assert len(set(wanted.values())) == 8
     for version, files in zip(pushed, sources, strict=True):
-        assert contents(pull_artifact(version.reference, tmp_path / f"v{version.version}").path) == files
+        assert files_in(pull_artifact(version.reference, tmp_path / f"v{version.version}").path) == files
 
 
 @pytest.mark.parametrize("given", ["final", "final/"])
@@ -121,10 +117,10 @@ def test_k047_names_that_lead_out_of_the_target(make_store: MakeStore, tree: Tre
     key = f"model/manifests/{pushed.manifest.id}.json"
     store.put(key, forged(store.get(key), name))
     target = tmp_path / "deep" / "target"
-    before = contents(tmp_path)
+    before = files_in(tmp_path)
     with pytest.raises(ManifestError, match=r"plain relative path|more than once|no name"):
         pull_artifact(url, target)
-    assert contents(tmp_path) == before
+    assert files_in(tmp_path) == before
     assert not os.path.lexists(target)
 
 

@@ -16,16 +16,12 @@ from ckptmgr.core.manifest import Manifest, decode_manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.push import push
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, transient
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Tree = Callable[[str, Mapping[str, bytes]], Path]
 Ask = Callable[..., Any]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    """The files below `directory`, by relative path."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def data_keys(run: str, stem: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -60,7 +56,7 @@ def test_k098_equal_base_names_stay_apart(store: Store, ask: Ask, tree: Tree, tm
     for step, files in sources.items():
         shown = ask("show", f"{store.url}/run", step)
         assert len({file["blake3"] for file in shown["files"]}) == 3
-        assert contents(Path(ask("resume", f"{store.url}/run", step, "--to", tmp_path / f"r{step}")["path"])) == files
+        assert files_in(Path(ask("resume", f"{store.url}/run", step, "--to", tmp_path / f"r{step}")["path"])) == files
 
 
 def test_k012_slashes_at_the_end_change_nothing(store: Store, ask: Ask, tree: Tree, tmp_path: Path) -> None:
@@ -81,7 +77,7 @@ def test_k012_slashes_at_the_end_change_nothing(store: Store, ask: Ask, tree: Tr
         assert resumed["path"] == str(tmp_path / "checkpoint-500" / "checkpoint-500")
         assert resumed["source"] == source_of
     assert ask("resume", f"{store.url}/checkpoint-500/", "--to", f"{tmp_path}/r//")["path"] == str(tmp_path / "r")
-    assert contents(tmp_path / "r") == contents(tmp_path / "checkpoint-500" / "checkpoint-500") == files
+    assert files_in(tmp_path / "r") == files_in(tmp_path / "checkpoint-500" / "checkpoint-500") == files
     assert store.snapshot("checkpoint-500/checkpoints/") == data_keys("checkpoint-500", pushed[0]["id"], files)
     assert [key for key in store.keys("") if "//" in key or key.endswith("/")] == []
     if store.name == "oss":
@@ -161,7 +157,7 @@ def test_k122_a_second_save_of_a_step_leaves_no_old_shard(
     run = f"{store.url}/run"
     first = ask("push", tree("checkpoint-100", old), run)["id"]
     downloaded = ask("resume", run, "--to", tmp_path / "target")
-    assert contents(tmp_path / "target") == old
+    assert files_in(tmp_path / "target") == old
     second = ask("push", tree("checkpoint-100", new), run)["id"]
     assert second != first
 
@@ -175,14 +171,14 @@ def test_k122_a_second_save_of_a_step_leaves_no_old_shard(
     (tmp_path / "fresh.partial").mkdir()
     (tmp_path / "fresh.partial" / "model-00003-of-00004.safetensors").write_bytes(b"old")
     assert ask("resume", run, "--to", tmp_path / "fresh")["id"] == second
-    assert contents(tmp_path / "fresh") == new
+    assert files_in(tmp_path / "fresh") == new
     assert cli_here("resume", run, "--to", tmp_path / "target").returncode == 7
-    assert contents(Path(downloaded["path"])) == old
+    assert files_in(Path(downloaded["path"])) == old
     assert ask("resume", run, "--to", tmp_path / "target", "--replace")["id"] == second
-    assert contents(tmp_path / "target") == new
+    assert files_in(tmp_path / "target") == new
     # The first save stays what it was.
     assert ask("resume", run, f"id:{first}", "--to", tmp_path / "first")["id"] == first
-    assert contents(tmp_path / "first") == old
+    assert files_in(tmp_path / "first") == old
 
 
 def test_k004_a_filtered_listing_is_not_taken_for_the_whole(store: Store, ask: Ask, tree: Tree) -> None:

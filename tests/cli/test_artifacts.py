@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import refused
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -48,15 +49,6 @@ def ask(cli_here: Cli) -> Callable[..., Any]:
         return json.loads(done.stdout)
 
     return run
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    """One line with what, why and what to do; nothing on stdout."""
-    assert (result.returncode, result.stdout) == (code, ""), result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("ckptmgr: error: ")
-    for text in says:
-        assert text in line
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.testing.outcomes import paths_in, refused
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -18,22 +19,6 @@ Commands = Callable[[str, Path], list[list[str]]]
 MakeStore = Callable[[str], Store]
 PushSteps = Callable[..., list[str]]
 MakeCheckpoint = Callable[..., Path]
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path below `root` with its bytes; None for a folder."""
-    return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    """Assert that a command failed as every command must: the exit code, and one line with what, why and what to do."""
-    assert result.returncode == code, result.stderr
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("ckptmgr: error: ")
-    for text in says:
-        assert text in lines[0]
 
 
 # --- the command line and URLs ------------------------------------------------------------------------------------------
@@ -116,13 +101,13 @@ def test_url_that_cannot_be_meant(
 ) -> None:
     """Every command refuses a wrong URL before it does anything, in one line that says how to write it and repeats no secret."""
     directory = make_checkpoint(100)
-    before = tree(tmp_path)
+    before = paths_in(tmp_path)
     for words in every_command(url, directory):
         result = cli_here(*words)
         refused(result, 2, says)
         assert "secret" not in result.stderr
         assert len(result.stderr) < 300
-    assert tree(tmp_path) == before
+    assert paths_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["local", "s3", "oss"])
@@ -209,9 +194,9 @@ def test_url_where_a_directory_is_meant(
     """Refused; as a path it would quietly make a folder called `s3:`."""
     store = make_store("local")
     push_steps(f"{store.url}/run", 100)
-    before = tree(tmp_path)
+    before = paths_in(tmp_path)
     refused(cli_here(*(word.format(run=f"{store.url}/run") for word in words)), 2, "://bucket/", "give a path")
-    assert tree(tmp_path) == before
+    assert paths_in(tmp_path) == before
 
 
 def test_file_url_where_a_directory_is_meant(
@@ -232,7 +217,7 @@ def test_empty_store(store: Store, cli_here: Cli, tmp_path: Path) -> None:
         refused(cli_here(words[0], f"{store.url}/run", *words[1:]), 3, f"{store.url}/run", " - ")
     refused(cli_here("ls", store.url), 3, store.url, " - ")
     assert store.keys() == []
-    assert tree(tmp_path) == {}
+    assert paths_in(tmp_path) == {}
 
 
 def test_run_name_that_is_a_file(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.testing.outcomes import paths_in, refused
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -16,22 +17,6 @@ Cli = Callable[..., Result]
 Commands = Callable[[str, Path], list[list[str]]]
 MakeStore = Callable[[str], Store]
 PushSteps = Callable[..., list[str]]
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path below `root` with its bytes; None for a folder."""
-    return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    """Assert that a command failed as every command must: the exit code, and one line with what, why and what to do."""
-    assert result.returncode == code, result.stderr
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("ckptmgr: error: ")
-    for text in says:
-        assert text in lines[0]
 
 
 def not_json(_: bytes) -> bytes:
@@ -124,7 +109,7 @@ def test_resume_latest_passes_over_an_unreadable_manifest(
     assert says in document["skipped"][0]["why"]
     assert newest in resumed.stderr
     assert says in resumed.stderr
-    assert sorted(tree(tmp_path / "run")) == [
+    assert sorted(paths_in(tmp_path / "run")) == [
         "checkpoint-100",
         "checkpoint-100.ckptmgr.json",
         "checkpoint-100/model.bin",

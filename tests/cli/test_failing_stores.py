@@ -12,6 +12,7 @@ import pytest
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import paths_in, refused
 from ckptmgr.testing.stores import DirectoryStore, Store
 from ckptmgr.testing.waits import Stopwatch
 
@@ -21,22 +22,6 @@ Commands = Callable[[str, Path], list[list[str]]]
 MakeStore = Callable[[str], Store]
 PushSteps = Callable[..., list[str]]
 MakeCheckpoint = Callable[..., Path]
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path below `root` with its bytes; None for a folder."""
-    return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    """Assert that a command failed as every command must: the exit code, and one line with what, why and what to do."""
-    assert result.returncode == code, result.stderr
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("ckptmgr: error: ")
-    for text in says:
-        assert text in lines[0]
 
 
 def as_whom(store: Store, key: str = "", secret: str = "") -> Mapping[str, str]:
@@ -69,14 +54,14 @@ def test_wrong_credentials(
     values = as_whom(store, **({} if wrong == "none" else {wrong: "not-the-right-one"}))
     for name, value in values.items():
         monkeypatch.delenv(name) if wrong == "none" else monkeypatch.setenv(name, value)
-    before, here = store.snapshot(), tree(tmp_path)
+    before, here = store.snapshot(), paths_in(tmp_path)
     for words in some_commands(f"{store.url}/run", make_checkpoint(100)):
         result = cli_here(*words)
         refused(result, 4, *values)
         assert "not-the-right-one" not in result.stderr
         assert store.server.identities[0].secret_key not in result.stderr
     assert store.snapshot() == before
-    assert tree(tmp_path) == here
+    assert paths_in(tmp_path) == here
 
 
 @pytest.mark.parametrize("kind", ["s3", "oss"])

@@ -22,7 +22,8 @@ from ckptmgr.run.resume import resume
 from ckptmgr.run.start import claim_attempt
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import Depth, verify_run
-from ckptmgr.testing.damages import Change, PushedTree, files_in, flipped
+from ckptmgr.testing.damages import Change, PushedTree, flipped
+from ckptmgr.testing.outcomes import files_in
 
 PushTree = Callable[..., PushedTree]
 LATEST = parse_selector("latest")

@@ -16,7 +16,8 @@ from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.resume import Resumed, resume
 from ckptmgr.run.sidecar import read_sidecar, sidecar_path
 from ckptmgr.run.verify import Depth, verify_run
-from ckptmgr.testing.damages import KINDS, Change, Kind, PushedTree, change, files_in
+from ckptmgr.testing.damages import KINDS, Change, Kind, PushedTree, change
+from ckptmgr.testing.outcomes import files_in
 
 PushTree = Callable[..., PushedTree]
 TREES = [f"T{number}" for number in range(1, 14)]

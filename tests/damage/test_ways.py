@@ -24,8 +24,9 @@ from ckptmgr.run.sidecar import read_sidecar, sidecar_path, write_sidecar
 from ckptmgr.run.target import Target
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import verify_directory
-from ckptmgr.testing.damages import KINDS, Change, Kind, PushedTree, change, files_in, flipped
+from ckptmgr.testing.damages import KINDS, Change, Kind, PushedTree, change, flipped
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, disk_full
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 from ckptmgr.testing.trees import write_tree
 

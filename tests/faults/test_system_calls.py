@@ -21,6 +21,7 @@ from ckptmgr.core import layout
 from ckptmgr.core.layout import PARTIAL, Stem
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.transfer.drain import drain
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Scene:
         history = run.history()
         assert history.broken == {}
         for stem in history.manifests:
-            found = contents(Path(run.path(layout.data_prefix(stem))))
+            found = files_in(Path(run.path(layout.data_prefix(stem))))
             # What a killed upload was writing stays beside it in a local store until gc; no listing of ours shows it.
             found = {name: data for name, data in found.items() if not is_temp(name.rsplit("/", 1)[-1])}
             assert found == (self.truth | {NEW: BYTES})[stem], "torn"
@@ -102,7 +103,7 @@ class Scene:
         kept = self.local()
         # What a process notes of itself lies beside these.
         kinds = (layout.CHECKPOINTS, layout.MANIFESTS, layout.UPLOADS)
-        files = {name for name in contents(self.root) if name.partition("/")[0] in kinds}
+        files = {name for name in files_in(self.root) if name.partition("/")[0] in kinds}
         assert files == {
             *(layout.manifest_key(stem) for stem in kept),
             *(layout.upload_key(stem) for stem in [*kept, *named]),
@@ -110,10 +111,6 @@ class Scene:
         }
         assert {path.name for path in (self.root / layout.CHECKPOINTS).glob("*")} == {str(stem) for stem in kept}
         assert list(find_temps(self.root)) == []
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from ckptmgr.run import intake
 from ckptmgr.run.contents import describe, storable_files
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 from ckptmgr.transfer.upload import upload_one
 
@@ -49,10 +50,6 @@ def other_disk() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def inodes(directory: Path) -> dict[str, int]:
     return {p.relative_to(directory).as_posix(): p.stat().st_ino for p in directory.rglob("*") if p.is_file()}
 
@@ -76,7 +73,7 @@ class TestTaking:
         prepared = intake.take(tier, source, STEM)
         assert prepared == tier.root / "checkpoints" / f"{STEM}.partial"
         assert inodes(prepared) == inodes(source)
-        assert contents(prepared) == FILES
+        assert files_in(prepared) == FILES
 
     def test_other_files_get_bytes_of_their_own(self, tier: LocalTier, source: Path) -> None:
         """Written in place afterwards, the taken copy stays what it was."""
@@ -84,13 +81,13 @@ class TestTaking:
         assert not set(inodes(prepared).values()) & set(inodes(source).values())
         for path in source.rglob("*.*"):
             path.write_bytes(b"overwritten")
-        assert contents(prepared) == FILES
+        assert files_in(prepared) == FILES
 
     def test_what_was_taken_outlives_the_source(self, tier: LocalTier, source: Path) -> None:
         """Rotation removes the directory a moment later."""
         prepared = intake.take(tier, source, STEM)
         shutil.rmtree(source)
-        assert contents(prepared) == FILES
+        assert files_in(prepared) == FILES
 
     @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
     def test_where_links_are_refused_it_copies(
@@ -103,7 +100,7 @@ class TestTaking:
 
         monkeypatch.setattr(os, "link", refuse)
         prepared = intake.take(tier, source, STEM)
-        assert contents(prepared) == FILES
+        assert files_in(prepared) == FILES
         assert not set(inodes(prepared).values()) & set(inodes(source).values())
 
     def test_a_source_on_another_disk(self, tier: LocalTier, other_disk: Path) -> None:
@@ -113,14 +110,14 @@ class TestTaking:
             (other_disk / name).write_bytes(data)
         assert not intake.is_linkable(other_disk / "not/made/yet", tier.root)
         assert intake.is_linkable(tier.root.parent / "not/made/yet", tier.root)
-        assert contents(intake.take(tier, other_disk, STEM)) == FILES
+        assert files_in(intake.take(tier, other_disk, STEM)) == FILES
 
     def test_a_large_file_is_copied_whole(self, tier: LocalTier, tmp_path: Path) -> None:
         """More than one block of the copying loop."""
         data = os.urandom(1 << 20) * 17 + b"end"
         (tmp_path / "big").mkdir()
         (tmp_path / "big/optimizer.pt").write_bytes(data)
-        assert contents(intake.take(tier, tmp_path / "big", STEM, final=False)) == {"optimizer.pt": data}
+        assert files_in(intake.take(tier, tmp_path / "big", STEM, final=False)) == {"optimizer.pt": data}
 
     def test_links_to_files_are_followed_and_copied(self, tier: LocalTier, source: Path, tmp_path: Path) -> None:
         """What they lead to may be anybody's, and written to at any time."""
@@ -135,7 +132,7 @@ class TestTaking:
     def test_temporary_files_of_ours_are_left_out(self, tier: LocalTier, source: Path) -> None:
         """A process that was killed while it copied leaves one."""
         (source / ".ckptmgr-tmp-123-abc").write_bytes(b"half")
-        assert contents(intake.take(tier, source, STEM)) == FILES
+        assert files_in(intake.take(tier, source, STEM)) == FILES
 
 
 class TestRefusing:
@@ -222,7 +219,7 @@ class TestRefusing:
             intake.take(tier, source, STEM, final=False)
         assert calls[0] > 1
         assert left_in(tier) == []
-        assert contents(source) == FILES
+        assert files_in(source) == FILES
 
 
 class TestUnsharing:
@@ -236,10 +233,10 @@ class TestUnsharing:
         assert [(s.st_mode, s.st_mtime_ns, s.st_size) for s in after.values()] == [
             (s.st_mode, s.st_mtime_ns, s.st_size) for s in before.values()
         ]
-        assert contents(source) == FILES
+        assert files_in(source) == FILES
         for name in FILES:
             (source / name).write_bytes(b"the next attempt")
-        assert contents(prepared) == FILES
+        assert files_in(prepared) == FILES
 
     def test_it_costs_nothing_where_nothing_is_shared(self, source: Path, tmp_path: Path) -> None:
         """No file is touched; a directory that is not there is none of its business."""

@@ -19,6 +19,7 @@ from ckptmgr.run.pull import Pulled, pull
 from ckptmgr.run.push import push
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault
+from ckptmgr.testing.outcomes import files_in
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -37,11 +38,6 @@ FILES = {
     "trainer_state.json": b'{"global_step": 100}',
     "global_step100/zero_pp_rank_0_optim_states.pt": b"z" * 400,
 }
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    """Every file below `directory` with its bytes."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def names(directory: Path) -> list[str]:
@@ -86,7 +82,7 @@ def test_a_whole_checkpoint(store: Store, make_checkpoint: MakeCheckpoint, cli_h
     pulled = cli_here("pull", f"{store.url}/run", "100", "--to", target)
     assert (pulled.returncode, pulled.stdout) == (0, f"{target}\n")
     assert "8 files, 10.4 kB verified, 10.4 kB of it from" in pulled.stderr
-    assert files(target) == FILES | {"step": b"100"}
+    assert files_in(target) == FILES | {"step": b"100"}
     assert names(target.parent) == ["copy", "copy.ckptmgr.json"]
     assert (read_sidecar(target).manifest.step, read_sidecar(target).how) == (100, "explicit")
     assert json.loads(cli_here("verify", target, "--json").stdout) == {"checked": 1, "damaged": []}
@@ -114,7 +110,7 @@ def test_only_some_files(run_url: str, cli_here: Cli, tmp_path: Path, only: list
     size = sum(len(FILES[name]) for name in expected)
     assert (said["path"], said["step"], said["files"], said["partial"]) == (str(target), 100, expected, True)
     assert said["size_bytes"] == said["fetched_bytes"] == size
-    assert files(target) == {name: FILES[name] for name in expected}
+    assert files_in(target) == {name: FILES[name] for name in expected}
     assert json.loads(cli_here("verify", target, "--json").stdout) == {"checked": 1, "damaged": []}
     assert "a part of it" in cli_here("verify", target).stdout
     with pytest.raises(CheckpointNotFoundError, match="only a part of checkpoint"):
@@ -175,7 +171,7 @@ def test_a_part_is_not_resumed_from(run_url: str, cli_here: Cli, tmp_path: Path)
     refused(cli_here("resume", run_url, "--to", target), 7)
     resumed = cli_here("resume", run_url, "--to", target, "--replace")
     assert resumed.returncode == 0, resumed.stderr
-    assert files(target) == FILES
+    assert files_in(target) == FILES
     assert read_sidecar(target).manifest.step == 100
 
 
@@ -227,11 +223,11 @@ def test_other_content_is_refused_or_replaced(
         document(cli_here("pull", run_url, step, "--to", target, "--json"))
         if what == "more files":
             (target / "notes.txt").write_bytes(b"mine")
-    before = files(tmp_path)
+    before = files_in(tmp_path)
     refused(cli_here("pull", run_url, "100", "--to", target), 7, str(target), "--replace")
-    assert files(tmp_path) == before
+    assert files_in(tmp_path) == before
     document(cli_here("pull", run_url, "100", "--to", target, "--replace", "--json"))
-    assert files(target) == FILES
+    assert files_in(target) == FILES
     assert [name for name in names(tmp_path) if name.startswith("here")] == ["here", "here.ckptmgr.json"]
 
 
@@ -251,7 +247,7 @@ def test_what_is_right_already_is_not_fetched_again(
     assert asked == {"config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"}
     assert (said["partial"], said["size_bytes"]) == (False, sum(map(len, FILES.values())))
     assert said["fetched_bytes"] == sum(len(FILES[name]) for name in asked)
-    assert files(target) == FILES
+    assert files_in(target) == FILES
 
 
 def test_no_room(run_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +329,7 @@ def test_pruned_while_it_is_pulled(
     if selector == "latest":
         assert isinstance(pulled, Pulled)
         assert pulled.manifest.step == 300
-        assert files(tmp_path / "here") == FILES | {"step": b"300"}
+        assert files_in(tmp_path / "here") == FILES | {"step": b"300"}
     else:
         assert isinstance(pulled, CheckpointNotFoundError)
         assert "was removed during download" in str(pulled)
@@ -371,4 +367,4 @@ def test_an_interrupted_pull_is_taken_up(
     pulled = pull(run, parse_selector("latest"), tmp_path / "here", only=["weights", "optimizer"])
     assert pulled.fetched_bytes <= 7400
     assert not [call for call in faulty.calls("get_file") if "00001-of-00002" in call.path]
-    assert len(files(tmp_path / "here")) == 4
+    assert len(files_in(tmp_path / "here")) == 4

@@ -18,6 +18,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.resume import resume
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import files_in, refused
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -27,22 +28,8 @@ PushSteps = Callable[..., list[str]]
 MakeCheckpoint = Callable[..., Path]
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    """Every file below `directory` with its bytes."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    assert result.returncode == code, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("ckptmgr: error: ")
-    assert len(result.stderr.splitlines()) == 1
-    for text in says:
-        assert text in result.stderr
 
 
 def flip_bit(path: Path) -> None:
@@ -90,7 +77,7 @@ def test_default_target(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
     assert resumed.returncode == 0
     target = tmp_path / "run" / "checkpoint-300"
     assert resumed.stdout == f"{target}\n"
-    assert files(target) == files(tmp_path / "trained" / "checkpoint-300")
+    assert files_in(target) == files_in(tmp_path / "trained" / "checkpoint-300")
     assert names(tmp_path / "run") == ["checkpoint-300", "checkpoint-300.ckptmgr.json"]
     sidecar = read_sidecar(target)
     assert (sidecar.manifest.step, sidecar.how) == (300, "auto")
@@ -104,7 +91,7 @@ def test_target_is_filled(run_url: str, cli_here: Cli, tmp_path: Path, state: st
         target.mkdir()
     resumed = cli_here("resume", run_url, "200", "--to", target)
     assert resumed.stdout == f"{target}\n"
-    assert files(target) == files(tmp_path / "trained" / "checkpoint-200")
+    assert files_in(target) == files_in(tmp_path / "trained" / "checkpoint-200")
     assert names(target.parent).count(f"{target.name}.ckptmgr.json") == 1
     assert not any(name.endswith(".partial") for name in names(target.parent))
     assert read_sidecar(target).how == "explicit"
@@ -154,7 +141,7 @@ def test_what_ends_with_this_process_is_not_synced(
     target = tmp_path / "into" / "checkpoint"
     resumed = resume(RunDirectory.open(url), parse_selector("latest"), to=target, lasting=lasting)
     assert resumed.source == "remote"
-    assert files(target) == files(tmp_path / "trained" / "checkpoint-100")
+    assert files_in(target) == files_in(tmp_path / "trained" / "checkpoint-100")
     assert read_sidecar(target).manifest.step == 100
     if lasting:
         assert {*(path.name for path in target.rglob("*")), "into", "checkpoint.partial"} <= set(syncs.names)
@@ -192,7 +179,7 @@ def _something_else(kind: str, target: Path, tmp_path: Path) -> None:
         target.symlink_to(original)
         return
     target.mkdir()
-    for name, data in files(original).items():
+    for name, data in files_in(original).items():
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(data)
     if kind == "one file more":
@@ -217,7 +204,7 @@ def test_target_that_holds_something_else_is_refused(run_url: str, cli_here: Cli
     """Exit 7, and nothing is changed."""
     target = tmp_path / "here"
     _something_else(kind, target, tmp_path)
-    before = files(tmp_path)
+    before = files_in(tmp_path)
     what = {
         "one file less": "is missing",
         "one bit off": "has the blake3",
@@ -226,7 +213,7 @@ def test_target_that_holds_something_else_is_refused(run_url: str, cli_here: Cli
         "one file more": "is not part of",
     }.get(kind, "")
     refused(cli_here("resume", run_url, "--to", target), 7, str(target), "--replace", what)
-    assert files(tmp_path) == before
+    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", SOMETHING_ELSE)
@@ -234,12 +221,12 @@ def test_replace(run_url: str, cli_here: Cli, tmp_path: Path, kind: str) -> None
     """--replace puts the checkpoint in the place of whatever was there, and what a link pointed to stays."""
     target = tmp_path / "here"
     _something_else(kind, target, tmp_path)
-    original = files(tmp_path / "trained" / "checkpoint-300")
+    original = files_in(tmp_path / "trained" / "checkpoint-300")
     assert cli_here("resume", run_url, "--to", target, "--replace").returncode == 0
-    assert files(target) == original
+    assert files_in(target) == original
     assert not target.is_symlink()
     assert not any(path.is_symlink() for path in target.rglob("*"))
-    assert files(tmp_path / "trained" / "checkpoint-300") == original
+    assert files_in(tmp_path / "trained" / "checkpoint-300") == original
     assert names(tmp_path) == ["here", "here.ckptmgr.json", "store", "trained"]
 
 
@@ -250,7 +237,7 @@ def test_replace_with_a_damaged_checkpoint_replaces_nothing(run_url: str, cli_he
     (target / "mine").write_bytes(b"mine")
     flip_bit(data_dir(run_url, 300) / "model.bin")
     refused(cli_here("resume", run_url, "300", "--to", target, "--replace"), 5, "model.bin")
-    assert files(target) == {"mine": b"mine"}
+    assert files_in(target) == {"mine": b"mine"}
     assert names(tmp_path) == ["here", "store", "trained"]
 
 
@@ -272,9 +259,9 @@ def test_targets_that_are_never_replaced(
         "in the run": run / "checkpoint-300",
         "the store": run.parent,
     }[where]
-    before = files(tmp_path)
+    before = files_in(tmp_path)
     refused(cli_here("resume", run_url, "--to", target, "--replace"), 2, str(target))
-    assert files(tmp_path) == before
+    assert files_in(tmp_path) == before
 
 
 def test_default_target_beside_a_run_in_the_working_directory(
@@ -282,11 +269,11 @@ def test_default_target_beside_a_run_in_the_working_directory(
 ) -> None:
     """Called from within a local store, ./<run>/checkpoint-<step> would lie among the run's own files; twice, as every restart of a job does."""
     run = RunDirectory.open(run_url)
-    before = files(tmp_path / "store" / "run")
+    before = files_in(tmp_path / "store" / "run")
     monkeypatch.chdir(tmp_path / "store")
     for _ in range(2):
         assert resume(run, parse_selector("latest")).directory == tmp_path / "store" / "run-resumed" / "checkpoint-300"
-    assert files(tmp_path / "store" / "run") == before
+    assert files_in(tmp_path / "store" / "run") == before
 
 
 def test_one_file_tree_prints_the_file(
@@ -318,12 +305,12 @@ def test_interrupted_download_is_taken_up(
     ):
         refused(cli_here("resume", f"{store.url}/run", "--to", target), 4, "sub/opt.bin")
     assert names(tmp_path) == ["here.partial", "trained"]
-    assert (tmp_path / "here.partial" / "model.bin").read_bytes() == files(tmp_path / "trained" / "checkpoint-100")[
+    assert (tmp_path / "here.partial" / "model.bin").read_bytes() == files_in(tmp_path / "trained" / "checkpoint-100")[
         "model.bin"
     ]
     store.server.log.clear()
     assert cli_here("resume", f"{store.url}/run", "--to", target).returncode == 0
-    assert files(target) == files(tmp_path / "trained" / "checkpoint-100")
+    assert files_in(target) == files_in(tmp_path / "trained" / "checkpoint-100")
     assert names(tmp_path) == ["here", "here.ckptmgr.json", "trained"]
     fetched = [
         entry.key for entry in store.server.log if f"/checkpoints/{stem}/" in entry.key and entry.method == "GET"
@@ -343,7 +330,7 @@ def test_leftover_of_another_checkpoint_never_ends_in_the_result(run_url: str, c
     resumed = cli_here("resume", run_url, "--to", tmp_path / "here")
     assert resumed.returncode == 0, resumed.stderr
     original = tmp_path / "trained" / "checkpoint-300"
-    assert files(tmp_path / "here") == files(original)
+    assert files_in(tmp_path / "here") == files_in(original)
     assert sorted(p.name for p in (tmp_path / "here").rglob("*")) == sorted(p.name for p in original.rglob("*"))
     assert not partial.exists()
     assert (tmp_path / "trained").is_dir()
@@ -355,9 +342,9 @@ def test_leftover_with_the_right_size_and_wrong_bytes_is_fetched_again(
     """Size is no proof."""
     partial = tmp_path / "here.partial"
     partial.mkdir()
-    (partial / "model.bin").write_bytes(bytes(len(files(tmp_path / "trained" / "checkpoint-300")["model.bin"])))
+    (partial / "model.bin").write_bytes(bytes(len(files_in(tmp_path / "trained" / "checkpoint-300")["model.bin"])))
     assert cli_here("resume", run_url, "--to", tmp_path / "here").returncode == 0
-    assert files(tmp_path / "here") == files(tmp_path / "trained" / "checkpoint-300")
+    assert files_in(tmp_path / "here") == files_in(tmp_path / "trained" / "checkpoint-300")
 
 
 def test_leftover_through_a_link_does_not_reach_the_file_behind_it(run_url: str, cli_here: Cli, tmp_path: Path) -> None:
@@ -386,7 +373,7 @@ def test_two_at_once_share_one_target(run_url: str, tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(str(result.source) for result in results) == ["None", "remote"]
-    assert files(tmp_path / "here") == files(tmp_path / "trained" / "checkpoint-300")
+    assert files_in(tmp_path / "here") == files_in(tmp_path / "trained" / "checkpoint-300")
     assert names(tmp_path) == ["here", "here.ckptmgr.json", "store", "trained"]
 
 
@@ -441,7 +428,7 @@ def test_disk_that_fills_up_during_the_transfer(
     assert names(small_disk) == ["here.partial", "other"]
     (small_disk / "other").unlink()
     assert cli_here("resume", f"{store.url}/run", "--to", small_disk / "here").returncode == 0
-    assert files(small_disk / "here") == files(directory)
+    assert files_in(small_disk / "here") == files_in(directory)
 
 
 def test_mount_point_as_target_is_refused(run_url: str, cli_here: Cli, small_disk: Path) -> None:

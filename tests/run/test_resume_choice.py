@@ -14,6 +14,7 @@ import pytest
 
 from ckptmgr.core.manifest import Manifest, decode_manifest, encode_manifest
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import files_in, refused
 from ckptmgr.testing.stores import Store
 
 Result = subprocess.CompletedProcess[str]
@@ -22,22 +23,8 @@ MakeStore = Callable[[str], Store]
 PushSteps = Callable[..., list[str]]
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    """Every file below `directory` with its bytes."""
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-def refused(result: Result, code: int, *says: str) -> None:
-    assert result.returncode == code, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("ckptmgr: error: ")
-    assert len(result.stderr.splitlines()) == 1
-    for text in says:
-        assert text in result.stderr
 
 
 def flip_bit(path: Path) -> None:
@@ -94,7 +81,7 @@ def test_local_tier_is_preferred(
     options = ["--local-dir", tier] if given == "option" else []
     document = json.loads(cli_here("resume", f"{store.url}/run", "--json", *options).stdout)
     assert (document["source"], document["step"]) == ("local", 200)
-    assert files(Path(document["path"])) == files(tmp_path / "trained" / "checkpoint-200")
+    assert files_in(Path(document["path"])) == files_in(tmp_path / "trained" / "checkpoint-200")
     assert downloads(store) == []
     (data,) = (tier / "checkpoints").glob("*-000000000200-*")
     assert os.path.samefile(data / "model.bin", Path(document["path"]) / "model.bin")
@@ -110,7 +97,7 @@ def test_damaged_local_copy_is_taken_from_the_store(tiered: tuple[Store, Path], 
     assert (document["source"], document["step"], document["skipped"]) == ("remote", 200, [])
     assert "model.bin" in resumed.stderr
     assert str(tier) in resumed.stderr
-    assert files(Path(document["path"])) == files(tmp_path / "trained" / "checkpoint-200")
+    assert files_in(Path(document["path"])) == files_in(tmp_path / "trained" / "checkpoint-200")
     assert json.loads(cli_here("ls", f"{store.url}/run", "--json").stdout)["checkpoints"][1]["state"] == "committed"
 
 
@@ -148,7 +135,7 @@ def test_one_id_with_two_contents_is_a_conflict(
     known = decode_manifest(manifest.read_bytes(), where="")
     assert isinstance(known, Manifest)
     manifest.write_bytes(encode_manifest(replace(known, files=known.files[:1])))
-    before = store.snapshot(), files(tmp_path)
+    before = store.snapshot(), files_in(tmp_path)
     for selector in ([], ["100"], ["200"]):
         refused(
             cli_here("resume", f"{store.url}/run", *selector, "--local-dir", tier),
@@ -157,7 +144,7 @@ def test_one_id_with_two_contents_is_a_conflict(
             f"{store.url}/run",
             data.name,
         )
-    assert (store.snapshot(), files(tmp_path)) == before
+    assert (store.snapshot(), files_in(tmp_path)) == before
 
 
 def test_tier_of_another_run_is_a_conflict(tiered: tuple[Store, Path], push_steps: PushSteps, cli_here: Cli) -> None:
