@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -144,6 +145,14 @@ def _no_faults_left() -> Iterator[None]:
     yield
     for server in _with_faults:
         server.reset()
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left() -> Iterator[None]:
+    """When a loader with persistent workers becomes garbage, in whichever test that is collected, torch would wait five seconds for each of them."""
+    yield
+    for worker in multiprocessing.active_children():
+        worker.terminate()
 
 
 @pytest.fixture(autouse=True)

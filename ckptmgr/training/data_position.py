@@ -345,12 +345,13 @@ class DataPosition:
         """Take the next batch before its time, with what the present edge is."""
         assert self._iterator is not None
         self._edge = self._edge_now()
-        single = fast_forward.is_map_style(self._loader) and fast_forward.in_this_process(self._loader)
+        loader = self._loader
         self._ahead = Ahead(
             self._iterator,
             self._generators(),
-            single=single,
-            repeatable=lambda: self._hidden() is None,
+            single=fast_forward.is_map_style(loader) and fast_forward.in_this_process(loader),
+            # Not of `self`: a cycle keeps worker processes until garbage is collected, and torch then waits five seconds for each of them.
+            repeatable=lambda: hidden_in(loader, generators(loader)) is None,
             waiting=self.waiting,
         )
         return self._ahead

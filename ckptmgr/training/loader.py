@@ -52,7 +52,8 @@ class ResumableLoader:
     ) -> None:
         self.loader = loader
         self.position = DataPosition(loader, skip=skip, on_mismatch=on_mismatch, proof=proof)
-        self._running: _Epoch | None = None
+        # Stands for the iteration under way. Not that itself, which knows us: see `DataPosition._look_ahead` for what a cycle costs.
+        self._running: object | None = None
         self._to_find = False
 
     @property
@@ -96,13 +97,12 @@ class ResumableLoader:
             restore_rng(rng)
         self.position.begin(rng)
         self._to_find = False
-        self._running = _Epoch(self)
-        return self._running
+        self._running = object()
+        return _Epoch(self, self._running)
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch, if there is one that was begun and not ended."""
         if self._running is not None:
-            self._running.over = True
             self._running = None
             self.position.finish_epoch()
 
@@ -116,16 +116,13 @@ class ResumableLoader:
         Raises:
             IncompatibleStateError: it is not the state of such a loader.
         """
-        if self._running is not None:
-            self._running.over = True
-            self._running = None
+        self._running = None
         self.position.load_state_dict(state)
         self._to_find = True
 
     def close(self) -> None:
         """Let go of the iterator and its worker processes; the position stays, and the next `iter` goes on from there."""
         if self._running is not None:
-            self._running.over = True
             self._running = None
             self.position.close()
             self._to_find = True
@@ -139,12 +136,12 @@ class ResumableLoader:
 class _Epoch(Iterator[Any]):
     """One iteration over the rest of an epoch."""
 
-    def __init__(self, loader: ResumableLoader) -> None:
-        self.over = False
+    def __init__(self, loader: ResumableLoader, mark: object) -> None:
         self._loader = loader
+        self._mark = mark
 
     def __next__(self) -> Any:
-        if self.over:
+        if self._loader._running is not self._mark:
             raise StopIteration
         position = self._loader.position
         taken = position.take(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -382,6 +384,24 @@ def test_what_an_epoch_left_by_break_goes_on_with(train: Callable[..., Run]) -> 
     assert (loader.epoch, loader.batches) == (0, 2)
     assert list(loader) == [1, 2, 3]
     assert loader.epoch == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["workers", "persistent"])
+def test_who_lets_go_of_it_has_no_workers_left(kind: str) -> None:
+    """In the middle of an epoch, with a batch ahead for a save: not only when garbage is collected, for then torch waits five seconds for each of them."""
+    gc.disable()
+    try:
+        loader = ResumableLoader(MAKERS[kind]())
+        batches = iter(loader)
+        next(batches)
+        loader.state_dict()
+        workers = multiprocessing.active_children()
+        assert len(workers) >= 2
+        del loader, batches
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
 
 
 def test_a_checkpoint_of_0_1_is_replayed() -> None:
