@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmgr.callbacks import checks, huggingface_states, privilege
 from ckptmgr.callbacks.alone import AloneCallback
-from ckptmgr.callbacks.background import Background
-from ckptmgr.callbacks.base import EVENTS, Callback, Priority, name_of, number_of
-from ckptmgr.callbacks.hooks import CallHook, caller, check_hooks, find_hook, name_misspelt
-from ckptmgr.callbacks.isolation import Failures
+from ckptmgr.callbacks.base import EVENTS, Callback, name_of
+from ckptmgr.callbacks.entries import Entry, Hook, by_name
+from ckptmgr.callbacks.hooks import check_hooks, find_hook, name_misspelt
 from ckptmgr.callbacks.timings import Timing, summary
-from ckptmgr.core.errors import ConfigError, IncompatibleStateError
+from ckptmgr.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -24,39 +21,8 @@ _FLAGS = (
     *("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"),
     "should_interrupt",
 )
-# Once per training, where nothing waits: begin looks at the store and end drains uploads, both take as long as they take.
-_UNHURRIED = {"on_init_end", "on_train_begin", "on_train_end", "on_exception"}
 # After the last of them that comes before a save, its decisions are all made.
 _BEFORE_SAVES = {"on_step_end", "on_log", "on_evaluate", "on_evaluate_end", "on_epoch_end"}
-
-
-@dataclass(slots=True)
-class _Hook:
-    """One hook of one callback, and how long it takes."""
-
-    call: CallHook
-    timing: Timing = field(default_factory=Timing)
-    warned_at: float = float("-inf")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Entry:
-    """One callback and what is known about it. Compared by identity: two equal callbacks are two.
-
-    Attributes:
-        callback: as it was added.
-        target: what has the hooks: the callback, or what runs it beside the training.
-        is_present: not removed: a running event skips what a hook before it has removed.
-        hooks: by event, as they are found; None where there is nothing to call.
-    """
-
-    callback: Any
-    target: Any
-    priority: int
-    name: str
-    failures: Failures
-    is_present: bool = True
-    hooks: dict[str, _Hook | None] = field(default_factory=dict)
 
 
 class CallbackManager(Callback):
@@ -104,7 +70,7 @@ class CallbackManager(Callback):
         self._began: float | None = None
         self._is_nested = False
         self._spent_s = 0.0
-        self._entries: tuple[_Entry, ...] = ()
+        self._entries: tuple[Entry, ...] = ()
         for callback in callbacks:
             self.add(callback)
 
@@ -198,14 +164,7 @@ class CallbackManager(Callback):
             raise ConfigError(
                 f"the callback {name_of(callback)} was added already", hint="make a second instance of it"
             )
-        failures = Failures(name or name_of(callback), self._most_failures)
-        entry = _Entry(
-            callback=callback,
-            target=Background(callback, failures) if run_async else callback,
-            priority=number_of(getattr(callback, "priority", Priority.NORMAL) if priority is None else priority),
-            name=failures.name,
-            failures=failures,
-        )
+        entry = Entry.of(callback, name=name, priority=priority, run_async=run_async, most_failures=self._most_failures)
         name_misspelt(callback)
         if isinstance(callback, CallbackManager):
             callback._is_nested = True
@@ -222,7 +181,7 @@ class CallbackManager(Callback):
         Raises:
             ConfigError: nothing like it is in.
         """
-        gone = [entry for entry in self._entries if _is(entry.callback, callback)]
+        gone = [entry for entry in self._entries if entry.is_meant_by(callback)]
         if not gone:
             raise ConfigError(
                 f"no callback {callback!r} to remove", hint="present: " + (", ".join(self._named()) or "none")
@@ -253,7 +212,7 @@ class CallbackManager(Callback):
             try:
                 hook = entry.hooks[event]
             except KeyError:
-                hook = entry.hooks[event] = _found(entry.target, event)
+                hook = entry.find(event)
             if hook is None or not entry.is_present:
                 continue
             try:
@@ -283,13 +242,8 @@ class CallbackManager(Callback):
         for key, entry in self._named().items():
             if having and not any(find_hook(entry.callback, event) for event in having):
                 continue
-            try:
-                state = entry.target.state_dict() if hasattr(entry.callback, "state_dict") else {}
-            except Exception as error:  # noqa: BLE001 - one broken callback must not cost the whole checkpoint
-                entry.failures.failed("state_dict", None, error)
-            else:
-                if state:
-                    states[key] = state
+            if state := entry.state():
+                states[key] = state
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,7 +257,7 @@ class CallbackManager(Callback):
             _log.warning("the checkpoint has the state of a callback %s that is not in this training: ignored", key)
         for key, entry in entries.items():
             if key in state:
-                _load(key, entry.target, state[key])
+                entry.load(key, state[key])
             elif hasattr(entry.callback, "state_dict") and entry.callback.state_dict():
                 _log.warning("the checkpoint has no state of callback %s: it starts anew", key)
 
@@ -313,14 +267,14 @@ class CallbackManager(Callback):
             return _forward(name).__get__(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _named(self) -> dict[str, _Entry]:
-        return _by_name(self._entries)
+    def _named(self) -> dict[str, Entry]:
+        return by_name(self._entries)
 
-    def _leaves(self) -> dict[str, _Entry]:
+    def _leaves(self) -> dict[str, Entry]:
         """As `_named`, with what a nested manager has in its place."""
-        return _by_name(self._flat())
+        return by_name(self._flat())
 
-    def _flat(self) -> Iterator[_Entry]:
+    def _flat(self) -> Iterator[Entry]:
         for entry in self._entries:
             if isinstance(entry.callback, CallbackManager):
                 yield from entry.callback._flat()
@@ -328,7 +282,7 @@ class CallbackManager(Callback):
                 yield entry
 
     def _call_one(
-        self, entry: _Entry, event: str, hook: _Hook, arguments: Mapping[str, Any], control: Any, state: Any
+        self, entry: Entry, event: str, hook: Hook, arguments: Mapping[str, Any], control: Any, state: Any
     ) -> None:
         failures = entry.failures
         if failures.is_disabled and not failures.allows(event):
@@ -343,7 +297,7 @@ class CallbackManager(Callback):
             if entry.target is entry.callback:  # else it was only handed over
                 failures.succeeded(event)
         except Exception as error:
-            if _is_critical(entry.callback, event):
+            if entry.is_critical(event):
                 # Not logged as well: whoever ends the training by it shows it.
                 failures.count += 1
                 raise
@@ -354,7 +308,7 @@ class CallbackManager(Callback):
             hook.timing.add(spent)
             self._spent_s += spent
             if spent > self.slow_s and not isinstance(entry.callback, CallbackManager):  # which has said it itself
-                self._say_slow(entry, event, hook, spent, now)
+                hook.say_slow(entry.name, event, spent, now)
             if before is not None and self._watch is not None:
                 self._watch.after(entry.name, entry.callback, event, state, before)
             if getattr(control, "should_training_stop", False) != stopped:
@@ -364,20 +318,6 @@ class CallbackManager(Callback):
         self.stopped_by = by
         if hasattr(state, "stopped"):
             state.stopped = by
-
-    def _say_slow(self, entry: _Entry, event: str, hook: _Hook, spent: float, now: float) -> None:
-        """At most once a minute."""
-        if event in _UNHURRIED or now - hook.warned_at < 60.0:
-            return
-        hook.warned_at = now
-        _log.warning(
-            "callback %s took %.2f s in %s, training waited (%d calls so far, %.2f s in all)",
-            entry.name,
-            spent,
-            event,
-            hook.timing.calls,
-            hook.timing.total_s,
-        )
 
     def _say_times(self, state: Any) -> None:
         """What the callbacks took, once per training, on the main process."""
@@ -412,39 +352,15 @@ def _forward(event: str) -> Any:
     return hook
 
 
-def _by_name(entries: Iterable[_Entry]) -> dict[str, _Entry]:
-    """By name; the second of a name is `name#2`."""
-    seen: Counter[str] = Counter()
-    named = {}
-    for entry in entries:
-        seen[entry.name] += 1
-        named[entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}"] = entry
-    return named
-
-
-def _found(target: Any, event: str) -> _Hook | None:
-    hook = find_hook(target, event)
-    return None if hook is None else _Hook(caller(hook))
-
-
 for _event in EVENTS:
     setattr(CallbackManager, _event, _forward(_event))
 CallbackManager.on_evaluate_end = _forward("on_evaluate")  # type: ignore[method-assign]
 
 
-def _is(present: Any, wanted: Any) -> bool:
-    return isinstance(present, wanted) if isinstance(wanted, type) else present is wanted
-
-
-def _stopped_by(entry: _Entry) -> str | None:
+def _stopped_by(entry: Entry) -> str | None:
     if isinstance(entry.callback, CallbackManager):
         return entry.callback.stopped_by
     return entry.name if getattr(entry.callback, "stop_is_final", True) else None
-
-
-def _is_critical(callback: Any, event: str) -> bool:
-    critical = getattr(callback, "critical", False)
-    return event in critical if isinstance(critical, (set, frozenset)) else bool(critical)
 
 
 def _fill_alias(arguments: dict[str, Any], name: str, alias: str) -> None:
@@ -459,14 +375,3 @@ def _take_flags(result: Any, control: Any) -> None:
     for flag in _FLAGS:
         if hasattr(result, flag):
             setattr(control, flag, getattr(result, flag))
-
-
-def _load(key: str, callback: Any, state: Any) -> None:
-    try:
-        callback.load_state_dict(state)
-    except Exception as error:
-        raise IncompatibleStateError(
-            f"callback {key} refused its saved state: {error!r}",
-            hint="resume with the version of the callback that saved it, or without it",
-            piece=key,
-        ) from error
