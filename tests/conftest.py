@@ -319,12 +319,69 @@ def exact_bits() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+class Forks:
+    """Processes that are forked where `modules` were imported, see `forks.py`: each starts at once, and not after seconds of imports."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("forks.py")), *modules]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(
+        self, processes: Sequence[Sequence[object]], folder: Path, *, deadline_s: float, cwd: Path, **job: Any
+    ) -> list[tuple[int, str, str]]:
+        """The exit code and the two outputs, which are kept in `folder`, of a process for each list of arguments, all at the same time."""
+        said = [(folder / f"out-{number}", folder / f"err-{number}") for number in range(len(processes))]
+        job["processes"] = [
+            {"arguments": [*map(str, arguments)], "out": str(out), "err": str(err)}
+            for arguments, (out, err) in zip(processes, said, strict=True)
+        ]
+        job["env"] = {**os.environ, **job.get("env", {})}
+        assert self._process.stdin is not None
+        print(json.dumps({**job, "deadline_s": deadline_s, "cwd": str(cwd)}), file=self._process.stdin, flush=True)
+        pids = self._answer()["pids"]
+        try:
+            codes = self._answer()["codes"]
+        except BaseException:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        return [(code, out.read_text(), err.read_text()) for code, (out, err) in zip(codes, said, strict=True)]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, list[int]]:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def make_forks(_no_real_cloud: None) -> Iterator[Callable[..., Forks]]:
+    """`make_forks("module", …, env={…})`: one process that imports them, for all that ask for the same."""
+    made: dict[tuple[str, ...], Forks] = {}
+
+    def make(*modules: str, env: Mapping[str, str] | None = None) -> Forks:
+        if modules not in made:
+            made[modules] = Forks(modules, env or {})
+        return made[modules]
+
+    yield make
+    for forks in made.values():
+        forks.close()
+
+
 _RANK = """
-import faulthandler, json, os, sys
+import json, os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-faulthandler.dump_traceback_later(100, exit=True)
 rank, _file = int(sys.argv[1]), sys.argv[2]
 del sys.argv[1:3]
 torch.set_num_threads(1)
@@ -340,24 +397,8 @@ os._exit(0)  # gloo's threads may abort an interpreter that takes its time to en
 
 
 @pytest.fixture(scope="session")
-def _ranks() -> Iterator[subprocess.Popen[str]]:
-    """`ranks.py`, which forks them."""
-    script = str(Path(__file__).with_name("ranks.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdin is not None
-    yield process
-    process.stdin.close()
-    assert process.wait(60) == 0
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-@pytest.fixture(scope="session")
 def in_two_ranks(
-    _no_real_cloud: None, _ranks: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+    make_forks: Callable[..., Forks], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
     """Runs a program as two ranks, processes of their own, and returns what each has in `found` in the end, as JSON.
 
@@ -365,33 +406,17 @@ def in_two_ranks(
     """
 
     def run(program: str, *arguments: object) -> list[Any]:
+        forks = make_forks("torch.distributed", "ckptmgr.callbacks", "ckptmgr.trainer", "ckptmgr.training.manager")
         folder = tmp_path_factory.mktemp("ranks")
-        ranks: list[dict[str, Any]] = [
-            {
-                "arguments": [str(rank), str(folder / "file"), *map(str, arguments)],
-                "out": str(folder / f"out-{rank}"),
-                "err": str(folder / f"err-{rank}"),
-            }
-            for rank in range(2)
-        ]
-        job = {
-            "program": _RANK + program + _END_OF_RANK,
-            "cwd": str(Path(__file__).parent),
-            "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            "ranks": ranks,
-        }
-        assert _ranks.stdin is not None
-        assert _ranks.stdout is not None
-        print(json.dumps(job), file=_ranks.stdin, flush=True)
-        pids = json.loads(_ranks.stdout.readline())["pids"]
-        try:
-            codes = json.loads(_ranks.stdout.readline())["codes"]
-        except BaseException:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            raise
-        said = [(Path(rank["out"]).read_text(), Path(rank["err"]).read_text()) for rank in ranks]
-        assert codes == [0, 0], said
-        return [json.loads(out.splitlines()[-1]) for out, _ in said]
+        ended = forks.run(
+            [(rank, folder / "file", *arguments) for rank in range(2)],
+            folder,
+            deadline_s=100.0,
+            cwd=Path(__file__).parent,
+            program=_RANK + program + _END_OF_RANK,
+            env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
     return run
