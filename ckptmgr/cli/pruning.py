@@ -23,7 +23,8 @@ Examples:
   ckptmgr prune s3://bucket/exp/run --keep-every 1000 --keep-within 7d --yes
 
 The rules add up: what any of them keeps stays. The newest, what the present attempt resumed from, tagged ones, one that is being read on this
-machine, and other lineages (without --all-lineages) always stay, and so does all data without a manifest.
+machine, and other lineages (without --all-lineages) always stay, and so does all data without a manifest. One that is seen to be damaged counts
+for no rule: where it was the best, the next best stays with it.
 
 Exit codes: 0 done, or planned; 2 wrong usage, no rule; 3 no such run; 4 the store is unavailable or refuses; 5 the newest one is damaged, so
 nothing was removed."""
@@ -62,7 +63,7 @@ def prune(
 ) -> None:
     """Show which checkpoints no rule keeps; with --yes, remove them."""
     from ckptmgr.run.directory import RunDirectory
-    from ckptmgr.run.prune import plan_prune, refuse_tier
+    from ckptmgr.run.prune import find_damaged, plan_prune, refuse_tier
     from ckptmgr.run.prune import prune as execute
 
     rule = _rule(keep_last, keep_best or (), keep_worst or (), keep_every, keep_within)
@@ -75,6 +76,8 @@ def prune(
         for stem, problem in sorted(history.broken.items()):
             warn(f"{stem} is damaged and stays: {problem}")
         if plan.delete:
+            damaged = find_damaged(run, history, rule)
+            plan = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged)
             warn_of_versions(run)
         _emit(plan.keep, plan.delete, applied=False, as_json=as_json, where=run.url)
         return

@@ -7,7 +7,7 @@ protects, whatever the rules say, and every decision carries its reasons.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -178,6 +178,7 @@ def plan(
     protection: Protection,
     now: datetime,
     all_lineages: bool = False,
+    damaged: Collection[Stem] = (),
 ) -> RetentionPlan:
     """Decide for every committed checkpoint of a run.
 
@@ -186,6 +187,7 @@ def plan(
         others: committed checkpoints of other lineages; they stay, unless `all_lineages`, and never count for a rule.
         now: for `KeepWithin`.
         all_lineages: also give away `others` that nothing protects.
+        damaged: those of `chain` that stand for nothing: a rule that keeps one keeps the next whole one as well.
 
     Raises:
         ConfigError: a metric rule whose better direction is unknown.
@@ -194,6 +196,11 @@ def plan(
     selected = rule.select(chain, now)
     for stem, reason in selected:
         reasons.setdefault(stem, []).append(reason)
+        if stem in damaged:
+            reasons[stem].append("damaged: not counted")
+    if damaged:
+        for stem, reason in rule.select([manifest for manifest in chain if manifest.stem not in damaged], now):
+            reasons.setdefault(stem, []).append(reason)
     for stem, reason in _protected(chain, protection):
         reasons.setdefault(stem, []).append(reason)
     if not all_lineages:
@@ -211,6 +218,11 @@ def plan(
         unknown_metrics=tuple(name for name in dict.fromkeys(rule.metric_names) if name not in known),
         keeps_by_rule=bool(selected),
     )
+
+
+def ranked(rule: RetentionRule, chain: Sequence[Manifest], now: datetime) -> list[Stem]:
+    """Those of `chain` (newest first) that `rule` keeps for their metrics; each stands for all that it lets go."""
+    return [stem for part in _parts(rule) if part.metric_names for stem, _ in part.select(chain, now)]
 
 
 def _protected(chain: Sequence[Manifest], protection: Protection) -> Iterable[tuple[Stem, str]]:

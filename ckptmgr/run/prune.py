@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -12,8 +12,8 @@ from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError, Mani
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, Manifest
-from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan
-from ckptmgr.run import locks
+from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan, ranked
+from ckptmgr.run import locks, notes
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
 from ckptmgr.run.identity import utc_now, utc_stamp
@@ -41,9 +41,17 @@ class Pruned:
 
 
 def plan_prune(
-    history: History, rule: RetentionRule, *, all_lineages: bool = False, now: datetime | None = None
+    history: History,
+    rule: RetentionRule,
+    *,
+    all_lineages: bool = False,
+    now: datetime | None = None,
+    damaged: Collection[Stem] = (),
 ) -> RetentionPlan:
-    """Decide what stays and what goes, and why; changes nothing.
+    """Decide what stays and what goes, and why; changes nothing, and asks nobody.
+
+    Args:
+        damaged: those that stand for nothing (see `find_damaged`).
 
     Raises:
         ManifestError: the claim of an attempt, or a tag, cannot be read: what must stay is not certain then (I8).
@@ -56,7 +64,29 @@ def plan_prune(
         protection=Protection(resumed_from=_resumed_from(history), tagged=history.tags),
         now=now or utc_now(),
         all_lineages=all_lineages,
+        damaged=damaged,
     )
+
+
+def find_damaged(run: RunDirectory, history: History, rule: RetentionRule) -> frozenset[Stem]:
+    """Those of the lineage that `rule` must not count on: in their favour it would give whole ones away.
+
+    These are what this machine has seen damaged, without a further look, for a note that is wrong only keeps one more; and of the best (or worst) that
+    `rule` keeps, those that are damaged by the store's own word, down to as many whole ones as it asks for.
+
+    Raises:
+        BackendError: the store could not be asked.
+    """
+    chain = history.readable_chain()
+    damaged = set(notes.noted(run.url, [manifest.stem for manifest in chain]))
+    whole: set[Stem] = set()
+    while True:
+        counted = ranked(rule, [manifest for manifest in chain if manifest.stem not in damaged], utc_now())
+        unknown = dict.fromkeys(stem for stem in counted if stem not in whole)
+        if not unknown:
+            return frozenset(damaged)
+        for stem in unknown:
+            (damaged if damage_of(run, history.manifests[stem]) else whole).add(stem)
 
 
 def refuse_tier(run: RunDirectory) -> None:
@@ -85,8 +115,9 @@ def prune(
 ) -> Pruned:
     """Delete what `rule` does not keep.
 
-    First the newest that stays is checked (presence, sizes, the store's checksums): if it is damaged, nothing is deleted (I8). Each removal closes
-    the manifest before it touches data, so that a kill leaves nothing that looks complete; the next prune finishes it.
+    First the newest that stays is checked (presence, sizes, the store's checksums): if it is damaged, nothing is deleted (I8). So are the best that
+    stay: for one that is damaged, the next best stays too. Each removal closes the manifest before it touches data, so that a kill leaves nothing
+    that looks complete; the next prune finishes it.
 
     Args:
         attempt: the number of the attempt on whose behalf this runs; a superseded one never prunes (I12).
@@ -110,6 +141,8 @@ def prune(
     approve(decided)
     if decided.delete:
         _refuse_if_newest_is_damaged(run, history)
+        damaged = find_damaged(run, history, rule)
+        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged)
     finished = _finish_interrupted(run, history)
     deleted: list[Verdict] = []
     spared: list[Verdict] = []

@@ -324,3 +324,17 @@ def test_a_further_rule_only_keeps_more(
     before = plan(rule, present, others, protection=protection, now=NOW)
     after = plan(rule | more, present, others, protection=protection, now=NOW)
     assert {v.manifest.stem for v in after.delete} <= {v.manifest.stem for v in before.delete}
+
+
+@given(run=runs(), rule=rules, data=st.data())
+def test_what_is_damaged_only_keeps_more(
+    run: tuple[list[Manifest], list[Manifest], Protection], rule: RetentionRule, data: st.DataObject
+) -> None:
+    """A note of damage that is wrong costs room, no checkpoint; what it keeps is what the rule keeps of the whole ones."""
+    present, others, protection = run
+    damaged = {m.stem for m in present if data.draw(st.booleans())}
+    before = plan(rule, present, others, protection=protection, now=NOW)
+    after = plan(rule, present, others, protection=protection, now=NOW, damaged=damaged)
+    assert {v.manifest.stem for v in after.delete} <= {v.manifest.stem for v in before.delete}
+    whole = [m for m in present if m.stem not in damaged]
+    assert {stem for stem, _ in rule.select(whole, NOW)} <= {v.manifest.stem for v in after.keep}

@@ -221,6 +221,36 @@ def test_one_that_is_read_on_this_machine_stays(url: str, cli_here: Cli) -> None
     assert deleted(cli_here("prune", url, "--keep-last", "1", "--yes", "--json")) == [100]
 
 
+def test_a_best_one_that_is_damaged_stands_for_nothing(store: Store, push_steps: PushSteps, cli_here: Cli) -> None:
+    """The next best stays with it, in the plan and in the deed: nobody needs to have looked before."""
+    run = f"{store.url}/run"
+    stems = [
+        push_steps(run, step, options=["--metric", f"eval_loss={loss}"])[0]
+        for step, loss in ((100, 0.1), (200, 0.2), (300, 0.3), (400, 0.4))
+    ]
+    for stem in stems[:2]:
+        store.delete(next(iter(data_of(store, stem))))
+    rule = ("--keep-best", "eval_loss:min:1")
+    expected = {100: ["best:eval_loss", "damaged: not counted"], 300: ["best:eval_loss"], 400: ["newest"]}
+    assert kept(cli_here("prune", run, *rule, "--json")) == expected
+    assert deleted(cli_here("prune", run, *rule, "--yes", "--json")) == [200]
+    assert cli_here("verify", run, "300").returncode == 0
+
+
+def test_what_was_seen_damaged_counts_for_no_rule(url: str, cli_here: Cli) -> None:
+    """--keep-last as well; once it is whole again, it counts."""
+    run = RunDirectory.open(url)
+    stem = run.history().choose(parse_selector("400")).stem
+    (victim, *_) = sorted(Path(run.path(f"checkpoints/{stem}")).iterdir())
+    data = victim.read_bytes()
+    victim.write_bytes(b"")
+    assert cli_here("verify", url).returncode == 5
+    assert list(kept(cli_here("prune", url, "--keep-last", "2", "--json"))) == [300, 400, 500]
+    victim.write_bytes(data)
+    assert cli_here("verify", url).returncode == 0
+    assert list(kept(cli_here("prune", url, "--keep-last", "2", "--json"))) == [400, 500]
+
+
 def test_lineages(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> None:
     """What a rewind left behind, and what the present attempt resumed from, stay; --all-lineages asks for the first, never for the second."""
     store = make_store("local")
