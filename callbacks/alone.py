@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -32,9 +33,10 @@ class AloneCallback(Callback):
     changes_state = frozenset({"stateful_callbacks"})
     is_managed = False
     _key = ""
+    _first_state: dict[str, Any] | None = None
 
     def _take_up(self, state: Any) -> None:
-        """Take up the state of a resumed training.
+        """Take up the state of a resumed training; one from scratch begins as the first did.
 
         Raises:
             IncompatibleStateError: it does not fit.
@@ -47,6 +49,10 @@ class AloneCallback(Callback):
         claims.append(name_of(self))
         number = claims.count(name_of(self))
         self._key = f"{huggingface.STATES_KEY}/{name_of(self)}" + (f"#{number}" if number > 1 else "")
+        if self._first_state is None:
+            self._first_state = copy.deepcopy(self.state_dict())
+        elif state.global_step == 0:
+            self.load_state_dict(copy.deepcopy(self._first_state))
         if self._key in kept:
             try:
                 self.load_state_dict(kept[self._key]["attributes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,9 @@ _log = logging.getLogger(__name__)
 
 # Once per training, where nothing waits: begin looks at the store and end drains uploads, both take as long as they take.
 _UNHURRIED = {"on_init_end", "on_train_begin", "on_train_end", "on_exception"}
+
+# Where a callback that is in several managers, one after the other, has what it knew before the first.
+_FIRST_STATE = "_ckptmgr_first_state"
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class Entry:
     Attributes:
         callback: as it was added.
         target: what has the hooks: the callback, or what runs it beside the training.
+        first_state: what its `state_dict` said before any training; None if it has none.
+        is_used: it has seen a training, and what it knows is of that.
         is_present: not removed: a running event skips what a hook before it has removed.
         hooks: by event, as they are found; None where there is nothing to call.
     """
@@ -60,6 +66,8 @@ class Entry:
     priority: int
     name: str
     failures: Failures
+    first_state: Any = None
+    is_used: bool = False
     is_present: bool = True
     hooks: dict[str, Hook | None] = field(default_factory=dict)
 
@@ -72,6 +80,7 @@ class Entry:
         Raises:
             ConfigError: there is no such priority, or `callback` is critical, and cannot run beside the training.
         """
+        first_state, is_used = _first_state_of(callback)
         failures = Failures(name or name_of(callback), most_failures)
         return cls(
             callback=callback,
@@ -79,6 +88,8 @@ class Entry:
             priority=number_of(getattr(callback, "priority", Priority.NORMAL) if priority is None else priority),
             name=failures.name,
             failures=failures,
+            first_state=first_state,
+            is_used=is_used,
         )
 
     def find(self, event: str) -> Hook | None:
@@ -121,6 +132,37 @@ class Entry:
                 hint="resume with the version of the callback that saved it, or without it",
                 piece=key,
             ) from error
+
+    def begin(self, *, from_scratch: bool) -> None:
+        """A training begins. What is known of an earlier one is forgotten: times, and if it begins from scratch, the callback's state."""
+        if self.is_used:
+            self.hooks.clear()
+            if from_scratch:
+                self.reset()
+        self.is_used = True
+
+    def reset(self) -> None:
+        """Give the callback the state that it had before any training. If it refuses, that is logged and counted."""
+        if self.first_state is None:
+            return
+        try:
+            self.target.load_state_dict(copy.deepcopy(self.first_state))
+        except Exception as error:  # noqa: BLE001 - one broken callback must not end the training
+            self.failures.failed("load_state_dict", None, error)
+
+
+def _first_state_of(callback: Any) -> tuple[Any, bool]:
+    """What a callback has before any training, None if it has no state, or none yet; and whether it was in a manager before."""
+    own = getattr(callback, "__dict__", {})
+    if _FIRST_STATE in own:
+        return own[_FIRST_STATE], True
+    if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
+        return None, False
+    try:
+        own[_FIRST_STATE] = copy.deepcopy(callback.state_dict()) or None
+    except Exception:  # noqa: BLE001 - it may have one when a training has begun; then a failure is said
+        return None, False
+    return own[_FIRST_STATE], False
 
 
 def by_name(entries: Iterable[Entry]) -> dict[str, Entry]:

@@ -231,6 +231,7 @@ class LossMonitorCallback(AloneCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with them."""
+        self._waiting, self._waiting_norms, self._found, self.last = Pending(), Pending(), [], None
         self._detector.load_state_dict(state["detector"])
         self._said_step, self.stopped_step = state["said_step"], state["stopped_step"]
         for pending, name in ((self._waiting, "losses"), (self._waiting_norms, "norms")):

@@ -138,6 +138,8 @@ class LRSchedulerCallback(AloneCallback):
                     len(self._base),
                 )
             self._base = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        elif state.global_step == 0:
+            self._base = [float(group.get("initial_lr", base)) for group, base in zip(groups, self._base, strict=True)]
         self.last_lr = []
         self._keep(state)
 
@@ -192,7 +194,8 @@ class LRSchedulerCallback(AloneCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with them."""
-        self._base = list(state["base"])
+        # None yet: of a training from scratch, whose optimizer may have rates that were set here.
+        self._base = list(state["base"]) or self._base
         self._conflict_said = state["conflict_said"]
         if self._plateau is not None and "plateau" in state:
             self._plateau.load_state_dict(state["plateau"])

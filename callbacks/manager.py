@@ -167,7 +167,8 @@ class CallbackManager(Callback):
         entry = Entry.of(callback, name=name, priority=priority, run_async=run_async, most_failures=self._most_failures)
         name_misspelt(callback)
         if isinstance(callback, CallbackManager):
-            callback._is_nested = True
+            # It gets the event of a beginning itself, and its callbacks may be others by then.
+            callback._is_nested, entry.first_state = True, None
         elif isinstance(callback, AloneCallback):
             callback.is_managed = True
         if isinstance(callback, Callback):
@@ -205,6 +206,7 @@ class CallbackManager(Callback):
         _fill_alias(arguments, "processing_class", "tokenizer")
         control, state = arguments.get("control"), arguments.get("state")
         if event == "on_train_begin":
+            self._begin_anew(state)
             self._began = self._clock()
             self._take_up(state)
         ending: SystemExit | None = None
@@ -256,10 +258,12 @@ class CallbackManager(Callback):
         for key in state.keys() - entries.keys():
             _log.warning("the checkpoint has the state of a callback %s that is not in this training: ignored", key)
         for key, entry in entries.items():
+            entry.is_used = False
             if key in state:
                 entry.load(key, state[key])
             elif hasattr(entry.callback, "state_dict") and entry.callback.state_dict():
                 _log.warning("the checkpoint has no state of callback %s: it starts anew", key)
+                entry.reset()
 
     def __getattr__(self, name: str) -> Any:
         # An event that a newer host adds reaches callbacks that know it.
@@ -327,6 +331,13 @@ class CallbackManager(Callback):
         lines = summary(self.timings, self.failures, whole_s)
         if len(lines) > 1:
             _log.info("time of callbacks:\n%s", "\n".join(lines))
+
+    def _begin_anew(self, state: Any) -> None:
+        """Another training with the same callbacks: from scratch, they decide as in the first one. One that goes on from where it is keeps what they know."""
+        from_scratch = getattr(state, "global_step", None) == 0
+        for entry in self._entries:
+            entry.begin(from_scratch=from_scratch)
+        self.stopped_by = None
 
     # --- a host that keeps states of its own callbacks only ----------------------------------------------------------------
 

@@ -144,12 +144,16 @@ class SaveModelCallback(DecidingCallback):
         """Claim an attempt of the run, and watch for a preemption. A collective with several ranks: what rank 0 cannot begin, none does.
 
         Raises:
-            ConflictError: the run has checkpoints and this training does not resume from one of them; or ranks begin at different steps.
+            ConflictError: the run has checkpoints and this training does not resume from one of them; ranks begin at different steps; or the manager is
+                closed, or has saved later steps, by an earlier training of this process.
             DriftError: in Hugging Face's Trainer, something that the manager refuses is not as it was.
             SystemExit: the training was ended early before, and the host cannot be kept from running a step; with 0.
         """
         self._began_s = self._clock()
+        self._raised = False
         self._host = _training(args, state, train_dataloader, optimizer)
+        if state.global_step == 0:
+            self.load_state_dict({"memory": {}})
         if self._host is not None:
             self._memory = self._host.memory or self._memory
         refuse_other_start(state.global_step, getattr(self.manager, "restored_manifest", None))
@@ -326,6 +330,7 @@ class SaveModelCallback(DecidingCallback):
 
     def _begin(self, state: TrainerState, resume_from: str | Path | None, expected_bytes: int | None) -> None:
         given, host = None if resume_from is None else Path(resume_from), self._host
+        self._saves.refuse_rewind(state.global_step)
         if host is None:
             self.manager.begin(resume_from=given, expected_bytes=expected_bytes)
             return

@@ -8,7 +8,7 @@ from typing import Any, cast
 from ckptmgr.callbacks.final_model import push_final
 from ckptmgr.callbacks.huggingface import OutputDirectory, framework
 from ckptmgr.callbacks.seams import SavingManager, TakingManager
-from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.errors import ConfigError, ConflictError
 
 
 class Saves:
@@ -16,10 +16,12 @@ class Saves:
 
     Attributes:
         last_id: of the checkpoint that the last `save` made; None if it made none.
+        newest_step: the highest step of them all; 0 before the first.
     """
 
     def __init__(self, manager: SavingManager) -> None:
         self.last_id: str | None = None
+        self.newest_step = 0
         self._manager = manager
         self._taken: set[int] = set()
 
@@ -27,6 +29,19 @@ class Saves:
     def taking_manager(self) -> TakingManager:
         """The manager in a host that writes its files itself; a fake one for other hosts need not have all of it."""
         return cast(TakingManager, self._manager)
+
+    def refuse_rewind(self, step: int) -> None:
+        """Refuse a training that begins at `step`, below what was saved with the same manager: a resume would take the newest step of both.
+
+        Raises:
+            ConflictError: it does.
+        """
+        if step < self.newest_step:
+            raise ConflictError(
+                f"step {self.newest_step} was saved by a training of this process, and another one begins at step {step} with the same manager",
+                hint="to go on, resume from resume_path() of a new CheckpointManager; to begin anew, give it a run of its own "
+                "(with auto_find_batch_size: set the batch size that fits)",
+            )
 
     def save(
         self,
@@ -62,6 +77,8 @@ class Saves:
                 "this host does not hand over its state (on_save without `checkpoint`), and has no output_dir",
                 hint="use the Trainer of ckptmgr or Hugging Face's, or the adapter for your host",
             )
+        if self.last_id is not None:
+            self.newest_step = max(self.newest_step, step)
         return self.last_id
 
     def take_found(self, output: OutputDirectory, metric_modes: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.core.policies import SavePolicy
 from ckptmgr.core.selectors import Mode, better_direction, rank_by_metric
 
 
@@ -126,6 +127,13 @@ class AnyRule(RetentionRule):
     @property
     def metric_names(self) -> tuple[str, ...]:
         return tuple(name for rule in self.rules for name in rule.metric_names)
+
+
+def unkept_metrics(save: SavePolicy | None, keep: RetentionRule | None) -> tuple[str, ...]:
+    """The metrics by which `save` chooses what to save, and `keep` keeps nothing."""
+    if save is None or keep is None:
+        return ()
+    return tuple(metric for metric in save.modes() if metric not in keep.metric_names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import logging
 import threading
 
 from ckptmgr.core.history import History
+from ckptmgr.core.policies import SavePolicy
+from ckptmgr.core.retention import RetentionRule, unkept_metrics
 from ckptmgr.run.candidates import look, merged
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.start import claim_attempt, refuse_unrestored
@@ -56,6 +58,18 @@ def begin_session(
     session = Session(run, tier, attempt=record.number, seq=seq, parent=parent, settings=settings, stop=stop)
     session.uploader.notify()
     return session
+
+
+def warn_of_lost_bests(save: SavePolicy | None, keep: RetentionRule | None) -> None:
+    """A best that is saved and not kept goes like any other checkpoint, and a training is over before somebody looks for it."""
+    for metric in unkept_metrics(save, keep):
+        logger.warning(
+            "checkpoints are saved for their %s, and none is kept for it: the best goes like any other one - add KeepBest(%r) to keep, "
+            "in ckptmgr.yaml `best: %s`",
+            metric,
+            metric,
+            metric,
+        )
 
 
 def _warn_of_going_back(run: RunDirectory, history: History, parent: Parent) -> None:

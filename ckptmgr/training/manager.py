@@ -21,7 +21,7 @@ from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.run.conditions import refused_by_environment
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.training.beginning import begin_session
+from ckptmgr.training.beginning import begin_session, warn_of_lost_bests
 from ckptmgr.training.checking import PIECES_HINT, require, require_arguments
 from ckptmgr.training.choosing import Chooser
 from ckptmgr.training.conditions import Described
@@ -206,9 +206,13 @@ class CheckpointManager:
 
         Raises:
             ConflictError: the run has commits and nothing of it was restored (I12), another process uses the local tier, or that is another
-                run's; nothing was changed.
+                run's; or this manager is closed. Nothing was changed.
             BackendError: the store could not be asked: a start that cannot look does not begin from scratch (I7).
         """
+        if self._session is not None and self._session.is_closed:
+            raise ConflictError(
+                f"the manager of {self.url} is closed", hint="make a new one to save again: it is of one training"
+            )
         if self._session is not None or not is_main_process():
             return
         run, tier = self._open()
@@ -222,6 +226,7 @@ class CheckpointManager:
             stop=self._stop,
             expected_bytes=expected_bytes,
         )
+        warn_of_lost_bests(self.save_policy, self._settings.keep)
 
     @property
     def is_restored(self) -> bool:
@@ -344,8 +349,7 @@ class CheckpointManager:
         if not is_main_process():
             return None
         self.begin()
-        if self._session is None or self._session.is_closed:
-            raise ConflictError(f"the manager of {self.url} is closed", hint="make a new one to save again")
+        assert self._session is not None
         return self._session.save(replace(facts, conditions=self._described.now(pieces)), begin_to, wait=wait)
 
     def reserve(self, state: Mapping[str, Any]) -> None:

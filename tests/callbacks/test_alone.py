@@ -66,3 +66,19 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     state = state_of(3, {"ckptmgr.callbacks/EarlyStoppingCallback": {"args": {}, "attributes": {"monitor": "loss"}}})
     with pytest.raises(IncompatibleStateError, match="callback EarlyStoppingCallback refused its saved state"):
         EarlyStoppingCallback("loss").on_train_begin(None, state, TrainerControl())
+
+
+def test_a_second_training_from_scratch_begins_anew() -> None:
+    """The callbacks of a program that trains twice, or whose Trainer tries again with a smaller batch size."""
+    callback = EarlyStoppingCallback("loss", patience=1)
+    first, control = state_of(0), TrainerControl()
+    callback.on_train_begin(None, first, control)
+    for first.global_step, loss in ((1, 0.1), (2, 0.5)):
+        callback.on_evaluate(None, first, control, metrics={"loss": loss})
+    assert (control.should_training_stop, callback.best, callback.stopped_step) == (True, 0.1, 2)
+    second, control = state_of(0), TrainerControl()
+    callback.on_train_begin(None, second, control)
+    assert (callback.best, callback.stopped_step) == (None, None)
+    second.global_step = 2  # where the first ended
+    callback.on_evaluate(None, second, control, metrics={"loss": 0.5})
+    assert (control.should_training_stop, callback.best, callback.best_step) == (False, 0.5, 2)

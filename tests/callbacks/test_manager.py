@@ -677,3 +677,27 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
     """With the name and what is allowed."""
     with pytest.raises(ConfigError, match=f"CallbackManager: {next(iter(options))} is "):
         CallbackManager(**options)
+
+
+def test_a_second_training_from_scratch_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """With the same manager, or in another one; one that goes on, or is resumed, keeps what it knows. Times are those of one training."""
+    caplog.set_level(logging.INFO)
+    first, second = Counting(), Counting()
+    manager = CallbackManager([first, CallbackManager([second])])
+
+    def train(manager: CallbackManager, at: int, steps: int) -> list[int]:
+        state, control = TrainerState(global_step=at), TrainerControl()
+        manager.call("on_train_begin", args=None, state=state, control=control)
+        for state.global_step in range(at + 1, at + steps + 1):
+            manager.call("on_step_end", args=None, state=state, control=control)
+        manager.call("on_train_end", args=None, state=state, control=control)
+        return [first.count, second.count]
+
+    assert train(manager, 0, 3) == [3, 3]
+    assert train(manager, 0, 2) == [2, 2]
+    assert train(manager, 2, 1) == [3, 3]
+    assert train(CallbackManager([first, second]), 0, 1) == [1, 1]
+    resumed = CallbackManager([first, second])
+    resumed.load_state_dict({"Counting": {"count": 10}, "Counting#2": {"count": 20}})
+    assert train(resumed, 0, 1) == [11, 21]
+    assert [timing["on_step_end"].calls for timing in manager.timings.values()] == [1, 1]

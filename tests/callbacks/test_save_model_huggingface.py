@@ -16,6 +16,7 @@ import pytest
 
 from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.save_model import SaveModelCallback
+from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.policies import Best, EveryNEpochs, EveryNSteps, SavePolicy
 from ckptmgr.training import ranks
 
@@ -202,6 +203,18 @@ class TestWrittenAgain(Hosted):
         self.host(out, SaveModelCallback(manager), losses={4: 0.1}, eval_strategy="steps", eval_steps=4).train()
         assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
         assert manager.saves[0]["files"]["trainer_state.json"] != before["trainer_state.json"]
+
+    def test_a_training_that_begins_anew_in_the_process_is_refused(self, fake_manager: Fake, out: Path) -> None:
+        """As with auto_find_batch_size: step 4 would be "saved already", and a resume would take what the first try has saved."""
+        manager = fake_manager(save_policy=EveryNSteps(4))
+        callback = SaveModelCallback(manager)
+        self.host(out, callback).train()
+        again = self.host(out, callback)
+        with pytest.raises(
+            ConflictError, match="step 6 was saved by a training of this process, and another one begins at step 0"
+        ):
+            again.train()
+        assert (again.state.global_step, [save["step"] for save in manager.saves]) == (0, [4, 6])
 
     def test_also_when_the_trainer_decides_after_the_evaluation(
         self, out: Path, tmp_path: Path, fake_manager: Fake

@@ -274,6 +274,9 @@ class TestLookingAndEnding:
         assert saving.close() == saving.close()
         with pytest.raises(ConflictError, match="closed"):
             saving.save(20, Toy().state())
+        # A second training with it, which would save nothing, is told before its first step.
+        with pytest.raises(ConflictError, match="closed"):
+            saving.begin()
 
     def test_the_context_closes_also_after_an_exception(self, manager: Make, run_dir: Path) -> None:
         """What was saved before the crash is uploaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError, ManifestError
+from ckptmgr.core.policies import Best, EveryNSteps
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
@@ -52,6 +54,23 @@ class TestBegin:
             restored = third.restore(STATE)
             assert restored is not None
             assert restored.id == new != old
+
+    def test_a_best_that_is_saved_and_not_kept_is_warned_of(
+        self, manager: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """K104's kind: retention would remove it like any other one, hours after the configuration was written."""
+        save = EveryNSteps(5) | Best("eval_loss") | Best("accuracy", mode="max")
+        with manager(save=save, keep=KeepLast(1) | KeepBest("eval_loss")) as saving:
+            saving.begin()
+        (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        assert line.startswith("checkpoints are saved for their accuracy, and none is kept for it")
+
+    def test_everything_is_kept_or_the_best_is(self, manager: Make, caplog: pytest.LogCaptureFixture) -> None:
+        """Nothing to warn of."""
+        for keep in (None, KeepBest("eval_loss")):
+            with manager(save=Best("eval_loss"), keep=keep) as saving:
+                saving.begin()
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
 
     @pytest.mark.parametrize(("selector", "how"), [("latest", "auto"), ("10", "explicit")])
     def test_the_attempt_knows_what_it_descends_from(
