@@ -13,6 +13,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,6 +305,31 @@ def disk_of(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield make
     for directory in mounted:
         subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.fixture
+def small_s3_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The S3 dialect takes parts of 16 KiB or more, in place of 5 MiB, and its profile says so."""
+    import moto.s3.models
+
+    from ckptmgr.backends import profiles
+    from ckptmgr.testing import s3_dialect
+
+    least = 16 << 10
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", least)
+    monkeypatch.setattr(s3_dialect, "MIN_PART_SIZE_BYTES", least)
+    monkeypatch.setattr(profiles, "OTHER", replace(profiles.OTHER, min_part_bytes=least))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums depend on how many there are, and more than one only costs time in small models."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +29,7 @@ from ckptmgr.trainer import Trainer, TrainingArguments
 VOCABULARY, PAIRS, LENGTH = 16, 4, 6
 ACCURACY = "rewards/accuracies"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """More only cost time here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(torch.nn.Module):

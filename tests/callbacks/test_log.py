@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,7 @@ from ckptmgr.callbacks.log_sinks import Histogram, JsonlSink
 from ckptmgr.core.errors import ConfigError, MissingExtraError
 from ckptmgr.trainer import Trainer, TrainingArguments
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """More only cost time here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Kept:

@@ -21,14 +21,7 @@ from ckptmgr.callbacks.spans import Spans
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.trainer import Trainer, TrainingArguments
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """More only cost time here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Clock:

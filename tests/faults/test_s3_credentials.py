@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -30,6 +29,8 @@ from ckptmgr.transfer.uploader import Uploader
 
 if TYPE_CHECKING:
     from ckptmgr.testing.stores import Store
+
+pytestmark = pytest.mark.usefixtures("small_s3_parts")
 
 PART_BYTES = 1 << 20
 PARTS = 3
@@ -64,20 +65,6 @@ class _Told:
         if self._moved > PART_BYTES and self._then is not None:
             then, self._then = self._then, None
             then()
-
-
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The S3 dialect takes parts of so many bytes, in place of 5 MiB, and its profile says so."""
-    import moto.s3.models
-
-    from ckptmgr.backends import profiles
-    from ckptmgr.testing import s3_dialect
-
-    least = 16 << 10
-    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", least)
-    monkeypatch.setattr(s3_dialect, "MIN_PART_SIZE_BYTES", least)
-    monkeypatch.setattr(profiles, "OTHER", dataclasses.replace(profiles.OTHER, min_part_bytes=least))
 
 
 @pytest.fixture

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("train_hf.py")
+IMPORTS = ("transformers.trainer", "transformers.models.llama.modeling_llama", "ckptmgr.training.manager")
 DEADLINE_S = 150.0
 # ms-swift brings an older transformers, which has an environment of its own; beside it, only what is about ms-swift runs.
 if find_spec("swift") is not None:
@@ -72,11 +74,30 @@ def run(command: list[str], journal: Path, cwd: Path, env: Mapping[str, str] | N
 
 
 @pytest.fixture(scope="session")
-def whole(_no_real_cloud: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def run_script(
+    make_forks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[int, str]]:
+    """Runs a script as a process that is forked where `imports` were made, which take five times as long as such a training.
+
+    `run_script(script, arguments, cwd, imports)` returns the exit code, negative for a signal, and what was said.
+    """
+
+    def run(script: Path, arguments: Sequence[object], cwd: Path, imports: Sequence[str]) -> tuple[int, str]:
+        said = tmp_path_factory.mktemp("said")
+        ((code, out, err),) = make_forks(*imports, env=OFFLINE).run(
+            [arguments], said, deadline_s=DEADLINE_S, cwd=cwd, script=str(script), env=OFFLINE
+        )
+        return code, out + err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(run_script: Callable[..., tuple[int, str]], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The uninterrupted training, without anything of ours in it."""
     work = tmp_path_factory.mktemp("whole")
-    command = [sys.executable, str(SCRIPT), "--out", str(work / "out"), "--journal", str(work / "journal")]
-    trained = run(command, work / "journal", work)
+    code, log = run_script(SCRIPT, ("--out", work / "out", "--journal", work / "journal"), work, IMPORTS)
+    trained = Trained(code, log, read(work / "journal"))
     assert trained.code == 0, trained.log
     assert trained.steps == list(range(1, 21))
     return trained
@@ -93,28 +114,22 @@ def launch(tmp_path: Path) -> Callable[..., Trained]:
 
 
 @pytest.fixture
-def script() -> list[str]:
-    """The beginning of the command line."""
-    return [sys.executable, str(SCRIPT)]
+def train(tmp_path: Path, run_script: Callable[..., tuple[int, str]]) -> Callable[..., Trained]:
+    """Runs the script: `train("--url", url, …)`.
 
-
-@pytest.fixture
-def train(tmp_path: Path, script: list[str]) -> Callable[..., Trained]:
-    """Runs the script: `train("name", "--run", url, …)`. `before` is put in front of the command, such as `ckptmgr resume RUN --`."""
+    It is a process of its own from the start if `before` is put in front of the command, such as `ckptmgr resume RUN --`, or `python` in front of the script.
+    """
     number = [0]
 
     def start(*options: object, before: tuple[object, ...] = (), python: tuple[object, ...] = ()) -> Trained:
         number[0] += 1
         journal = tmp_path / f"journal-{number[0]}"
-        command = [
-            *before,
-            *([script[0], *python] if python else [script[0]]),
-            script[1],
-            "--journal",
-            journal,
-            *options,
-        ]
-        return run([str(word) for word in command], journal, tmp_path)
+        arguments = ("--journal", journal, *options)
+        if before or python:
+            command = (*before, sys.executable, *python, SCRIPT, *arguments)
+            return run([str(word) for word in command], journal, tmp_path)
+        code, log = run_script(SCRIPT, arguments, tmp_path, IMPORTS)
+        return Trained(code, log, read(journal))
 
     return start
 
@@ -128,12 +143,39 @@ def offline() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread(offline: None) -> Iterator[None]:
-    """Sums depend on how many there are, and more than one only costs time here."""
-    import torch
+@pytest.fixture
+def make_hf_trainer(tmp_path: Path) -> Callable[..., Any]:
+    """A Trainer with a tiny Llama and 16 samples: `make_hf_trainer(*callbacks, **options)`, which are TrainingArguments."""
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    def make(*callbacks: Any, **options: Any) -> Any:
+        import torch
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            LlamaConfig,
+            LlamaForCausalLM,
+            Trainer,
+            TrainingArguments,
+        )
+
+        tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "save_strategy": "no",
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            **options,
+        }
+        return Trainer(
+            model=LlamaForCausalLM(config),
+            args=TrainingArguments(**settings),
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            callbacks=list(callbacks),
+        )
+
+    return make

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,47 +55,17 @@ class Watch(Callback):
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Make:
+def make_trainer(make_hf_trainer: Make) -> Make:
     """Small trainings: 8 steps of two micro-batches, 4 an epoch."""
-
-    def make(*callbacks: Any, **options: Any) -> Any:
-        import torch
-        from transformers import (  # type: ignore[import-not-found, unused-ignore]
-            LlamaConfig,
-            LlamaForCausalLM,
-            Trainer,
-            TrainingArguments,
-        )
-
-        tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
-        rows = [{"input_ids": row, "labels": row} for row in tokens]
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
-        )
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "lr_scheduler_type": "constant",
-            "learning_rate": 1e-2,
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            **options,
-        }
-        return Trainer(
-            model=LlamaForCausalLM(config),
-            args=TrainingArguments(**settings),
-            train_dataset=rows,
-            eval_dataset=rows[:4],
-            callbacks=list(callbacks),
-        )
-
-    return make
+    return partial(
+        make_hf_trainer,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATION,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        learning_rate=1e-2,
+    )
 
 
 @pytest.fixture(params=["alone", "managed"])

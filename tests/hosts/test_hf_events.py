@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +43,9 @@ def make_manager(tmp_path: Path) -> Iterator[Callable[..., CheckpointManager]]:
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., Any]:
+def make_trainer(make_hf_trainer: Callable[..., Any]) -> Callable[..., Any]:
     """Small trainings: 12 steps, 4 an epoch."""
-
-    def make(*callbacks: Any, **options: Any) -> Any:
-        import torch
-        from transformers import (  # type: ignore[import-not-found, unused-ignore]
-            LlamaConfig,
-            LlamaForCausalLM,
-            Trainer,
-            TrainingArguments,
-        )
-
-        tokens = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
-        rows = [{"input_ids": row, "labels": row} for row in tokens]
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
-        )
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": 12,
-            "per_device_train_batch_size": 4,
-            "save_strategy": "no",
-            "logging_steps": 4,
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            **options,
-        }
-        return Trainer(
-            model=LlamaForCausalLM(config),
-            args=TrainingArguments(**settings),
-            train_dataset=rows,
-            eval_dataset=rows[:4],
-            callbacks=list(callbacks),
-        )
-
-    return make
+    return partial(make_hf_trainer, max_steps=12, per_device_train_batch_size=4, logging_steps=4)
 
 
 def saved(tmp_path: Path) -> list[Manifest]:
@@ -180,7 +146,7 @@ def test_early_stopping_ends_with_a_save_and_for_good(
     make_manager: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     """HF's own callback, whose state comes back as well when it is asked for, beside ours."""
-    from transformers import EarlyStoppingCallback
+    from transformers import EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]
 
     def train(*, continue_stopped: bool = False, **options: Any) -> Any:
         manager = make_manager(save=EveryNSteps(100) | Best("eval_loss"))

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ckptmgr.testing.servers import MotoServer
     from ckptmgr.testing.stores import Store
 
+pytestmark = pytest.mark.usefixtures("small_s3_parts")
+
 _LEFT = ".ckptmgr-doctor-0123abcd"
 
 
@@ -37,20 +39,6 @@ _LEFT = ".ckptmgr-doctor-0123abcd"
 def _little_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_FIRST_BYTES", 64 << 10)
     monkeypatch.setattr(trials, "_SECOND_BYTES", 128 << 10)
-
-
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The S3 dialect takes parts of so many bytes, in place of 5 MiB, and its profile says so."""
-    import moto.s3.models
-
-    from ckptmgr.backends import profiles
-    from ckptmgr.testing import s3_dialect
-
-    least = 16 << 10
-    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", least)
-    monkeypatch.setattr(s3_dialect, "MIN_PART_SIZE_BYTES", least)
-    monkeypatch.setattr(profiles, "OTHER", dataclasses.replace(profiles.OTHER, min_part_bytes=least))
 
 
 def _examined(url: str, **question: Any) -> dict[str, Verdict]:
