@@ -8,7 +8,6 @@ Source: https://github.com/madler/zlib/blob/v1.3.1/crc32.c (crc32_combine_gen64,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 from ckptmgr.backends.base import CrcKind
@@ -26,14 +25,6 @@ def combine(kind: CrcKind, first: int, second: int, second_bytes: int) -> int:
         second_bytes: length of the second piece.
     """
     return _multiplied(_POLYNOMIALS[kind], _shift(kind, second_bytes), first) ^ second
-
-
-def combine_all(kind: CrcKind, pieces: Iterable[tuple[int, int]]) -> int:
-    """The CRC of a message out of those of its pieces, in order: (CRC, length in bytes)."""
-    value = 0
-    for crc, length in pieces:
-        value = combine(kind, value, crc, length)
-    return value
 
 
 @lru_cache(maxsize=64)

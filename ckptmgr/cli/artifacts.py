@@ -10,10 +10,9 @@ import typer
 from ckptmgr.cli.artifact_output import artifact_json, emit_store, emit_versions, metrics_text, row_json
 from ckptmgr.cli.command import Command, Group, local_directory
 from ckptmgr.cli.looking import Json
+from ckptmgr.cli.manifest_output import emit_manifest, producer_text, size_text
 from ckptmgr.cli.moving import Bar, FollowLinks, metric_of, warn_of_repair
 from ckptmgr.cli.output import count, emit, emit_json, say, size, warn, when
-from ckptmgr.cli.tables import Column, Table
-from ckptmgr.cli.tables import show as show_table
 
 Name = Annotated[str, typer.Argument(metavar="STORE/NAME", help="The artifact.")]
 Reference = Annotated[
@@ -229,7 +228,7 @@ def show(reference: Reference, as_json: Json = False) -> None:
         return
     source = artifact.source
     where = source and source.location and resolve_location(source.location, artifact.url)
-    for label, value in (
+    facts = (
         ("artifact", artifact.reference),
         ("version", f"{artifact.version}{' (latest)' if artifact.is_latest else ''}"),
         ("id", manifest.id),
@@ -241,20 +240,10 @@ def show(reference: Reference, as_json: Json = False) -> None:
             (f"meta {name}", value if isinstance(value, str) else json.dumps(value))
             for name, value in sorted(artifact.metadata.items())
         ),
-        ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
-        ("made by", ", ".join(f"{name} {value}" for name, value in sorted(manifest.producer.items()))),
-    ):
-        if value:
-            emit(f"{label + ':':<12}{value}")
-    table = Table(
-        Column(title="file", least=20),
-        Column(title="role", leave=1),
-        Column(title="size", right=True),
-        Column(title="blake3", least=16),
+        ("size", size_text(manifest)),
+        ("made by", producer_text(manifest)),
     )
-    for entry in manifest.files:
-        table.add(entry.path, entry.role, size(entry.size), entry.blake3)
-    show_table(table)
+    emit_manifest(facts, manifest)
 
 
 # --- tags -------------------------------------------------------------------------------------------------------------------------

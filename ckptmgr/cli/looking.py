@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptmgr.cli.command import Command
+from ckptmgr.cli.manifest_output import emit_manifest, producer_text, size_text
 from ckptmgr.cli.output import compact, count, emit, emit_json, fail, json_metrics, size, warn, when
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
@@ -236,8 +237,7 @@ def show(
         emit_json({**json.loads(encode_manifest(manifest)), **({"artifacts": made_from} if made_from else {})})
         return
     tags = sorted(tag for tag, stem in history.tags.items() if stem == manifest.stem)
-    made_by = ", ".join(f"{name} {value}" for name, value in sorted(manifest.producer.items()))
-    for label, value in (
+    facts = (
         ("checkpoint", manifest.id),
         ("run", f"{run.url} ({manifest.run_uuid})"),
         ("step", f"{manifest.step}" + ("" if manifest.epoch is None else f" (epoch {compact(manifest.epoch)})")),
@@ -249,23 +249,13 @@ def show(
             "metrics",
             ", ".join(f"{name}={compact(value)}" for name, value in sorted(manifest.metrics.items())) or "none",
         ),
-        ("size", f"{size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}"),
+        ("size", size_text(manifest)),
         ("world size", str(manifest.world_size)),
-        ("made by", made_by or "unknown"),
+        ("made by", producer_text(manifest) or "unknown"),
         *_condition_lines(manifest),
         ("artifacts", ", ".join(f"{url or link.name}@v{link.version}" for link, url in links)),
-    ):
-        if value:
-            emit(f"{label + ':':<12}{value}")
-    table = Table(
-        Column(title="file", least=20),
-        Column(title="role", leave=1),
-        Column(title="size", right=True),
-        Column(title="blake3", least=16),
     )
-    for entry in manifest.files:
-        table.add(entry.path, entry.role, size(entry.size), entry.blake3)
-    show_table(table)
+    emit_manifest(facts, manifest)
 
 
 def _condition_lines(manifest: Manifest) -> list[tuple[str, str]]:

@@ -108,9 +108,3 @@ def blake3_hex(data: bytes) -> str:
 def crc64xz_hex(data: bytes) -> str:
     """The CRC that OSS keeps, of `data`: 16 hexadecimal digits."""
     return f"{_crc64xz(data, 0):016x}"
-
-
-def crc64nvme_hex(data: bytes) -> str | None:
-    """The CRC that S3 keeps, of `data`: 16 hexadecimal digits; None without awscrt."""
-    nvme = _crc64nvme()
-    return None if nvme is None else f"{nvme(data, 0):016x}"

@@ -26,7 +26,7 @@ from ckptmgr.run import locks, notes
 from ckptmgr.run.candidates import candidates
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive, file_problem
-from ckptmgr.run.resume import Progress
+from ckptmgr.run.resume import Progress, Silent
 from ckptmgr.run.sidecar import Sidecar
 from ckptmgr.run.target import Target
 
@@ -59,14 +59,6 @@ class Pulled:
         return len(self.files) < len(self.manifest.files)
 
 
-class _Silent:
-    def started(self, manifest: Manifest, source: str) -> None:
-        pass
-
-    def moved(self, count: int) -> None:
-        pass
-
-
 def pull(
     run: RunDirectory,
     selector: Selector,
@@ -95,7 +87,7 @@ def pull(
         DiskFullError: no room for it; nothing was fetched.
         BackendError: the store could not be asked (I7).
     """
-    progress = progress or _Silent()
+    progress = progress or Silent()
     target = Target(Path(os.path.abspath(to)))
     if run.fs.capabilities.is_local:
         target.refuse_run(Path(run.root))

@@ -70,7 +70,9 @@ class Progress(Protocol):
         """`count` more bytes of it have arrived."""
 
 
-class _Silent:
+class Silent:
+    """A `Progress` that tells nobody."""
+
     def started(self, manifest: Manifest, source: str) -> None:
         pass
 
@@ -118,7 +120,7 @@ def resume(
         DiskFullError: no room for it; nothing was fetched.
         BackendError: the store could not be asked (I7).
     """
-    progress = progress or _Silent()
+    progress = progress or Silent()
     how: How = "explicit" if selector.is_explicit else "auto"
     wanted, history = candidates(selector, run, tier, fall_back=not strict, durable=durable)
     roots = [
