@@ -36,7 +36,8 @@ from ckptmgr.run.loose import LooseData, Names, loose_in, names_in
 
 _T = TypeVar("_T")
 _READERS = 16
-# See `RunDirectory.is_new`: their uuids.
+# See `RunDirectory.is_made_here` and `RunDirectory.is_new`: their uuids.
+_made: set[str] = set()
 _made_unseen: set[str] = set()
 _KINDS = {"checkpoints": "a run of checkpoints", "artifact": "an artifact"}
 
@@ -112,10 +113,13 @@ class RunDirectory:
             if record is None:
                 raise
             run.record = record
+            _made.add(record.uuid)
             _made_unseen.add(record.uuid)
             return run
         create(run, uuid, kind)
-        return cls.open(url, fs=run.fs, root=run.root)._of_kind(kind)
+        made = cls.open(url, fs=run.fs, root=run.root)._of_kind(kind)
+        _made.add(made.uuid)
+        return made
 
     @classmethod
     def absent(cls, url: str, record: RunRecord) -> RunDirectory:
@@ -189,6 +193,11 @@ class RunDirectory:
     @property
     def uuid(self) -> str:
         return self.record.uuid
+
+    @property
+    def is_made_here(self) -> bool:
+        """Whether this process has made the run: a store that lists late may not list even its run.json yet."""
+        return self.uuid in _made
 
     @property
     def is_new(self) -> bool:

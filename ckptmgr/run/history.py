@@ -8,11 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core import layout
-from ckptmgr.core.errors import ManifestError, ManifestVersionError
+from ckptmgr.core.errors import BackendError, ManifestError, ManifestVersionError
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import ClosingRecord, Manifest, decode_manifest
 from ckptmgr.core.records import AttemptRecord, decode_attempt, decode_tag
+from ckptmgr.run.loose import names_below
 
 if TYPE_CHECKING:
     from ckptmgr.run.cache import RunCache
@@ -33,6 +34,8 @@ def read_history(run: RunDirectory, *, cached: bool) -> History:
         looks.append(partial(_open_cache, run))  # read while the store makes its listing
     commits, *caches = run.map(lambda look: look(), looks)
     claims, pointers = run.map(run.records, [layout.ATTEMPTS, layout.TAGS])
+    if not commits and not claims:
+        _refuse_blind_listing(run)
     stems = stems_in(commits)
     attempts = [key for key in claims if layout.attempt_number(key) is not None]
     tags = [key for key in pointers if key.endswith(".json")]
@@ -54,6 +57,18 @@ def read_history(run: RunDirectory, *, cached: bool) -> History:
         tags=tags_of(run, {key: data[key] for key in tags}, unreadable),
         unreadable=unreadable,
     )
+
+
+def _refuse_blind_listing(run: RunDirectory) -> None:
+    """Raise BackendError if the store lists nothing of a run whose run.json it has: what it lists says nothing of checkpoints then (I7)."""
+    if run.fs.capabilities.is_local or run.is_made_here:
+        return
+    if layout.RUN_FILE not in names_below(run, "") and run.read(layout.RUN_FILE) is not None:
+        raise BackendError(
+            f"the store lists nothing below {run.url}, not even the {layout.RUN_FILE} that it has there: its listing is behind, or wrong",
+            hint="repeat it once the store lists what it has; nothing was changed",
+            url=run.url,
+        )
 
 
 def _open_cache(run: RunDirectory) -> RunCache:

@@ -147,6 +147,32 @@ def test_store_that_fails_for_ever(
 
 
 @pytest.mark.parametrize("kind", ["moto", "oss"])
+def test_a_store_that_lists_nothing_of_a_run_it_has(
+    every_command: Commands,
+    make_store: MakeStore,
+    push_steps: PushSteps,
+    make_checkpoint: MakeCheckpoint,
+    cli_here: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """An empty listing beside a run.json is behind, or wrong: nothing starts from scratch, and nothing is written (I7)."""
+    store = make_store(kind)
+    push_steps(f"{store.url}/run", 100)
+    monkeypatch.setattr("ckptmgr.run.directory._made", set())  # another process, later
+    before, directory = store.snapshot(), make_checkpoint(200)
+    nothing = b"<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+    empty = Fault(
+        status=200, times=None, key="", method="GET", match=lambda seen: "uploads" not in seen.query, document=nothing
+    )
+    with store.server.faults.injected(empty):
+        for words in every_command(f"{store.url}/run", directory):
+            refused(cli_here(*words), 4, f"{store.url}/run", "its listing is behind")
+    assert store.snapshot() == before
+    assert not (directory.parent / "STARTED").exists()
+
+
+@pytest.mark.parametrize("kind", ["moto", "oss"])
 def test_store_that_is_down(
     make_store: MakeStore,
     push_steps: PushSteps,
