@@ -77,7 +77,8 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard, written by a thread of its own. What was written beyond the step of a resume is hidden.
+    """Event files for TensorBoard, written by a thread of its own; a kill may cost what it has not written yet. What was written beyond the step of a
+    resume is hidden.
 
     Tags: `eval_loss` is `eval/loss`; any other name is below the kind of its record, such as `train/loss`.
 
@@ -129,7 +130,8 @@ class TensorBoardSink:
 class WandbSink:
     """A run of Weights & Biases: the one that is active, or one of its own, which it finishes. W&B sends in a process of its own.
 
-    Values are plotted against `global_step`, not W&B's own counter, which does not go back: so a run may be resumed from an earlier step.
+    Values are plotted against `global_step`, not W&B's own counter, which does not go back: so a run may be resumed from an earlier step. Offline, W&B
+    writes its file every 15 s and at the end, so that a kill costs up to so much; and each start is a directory of its own.
 
     Args:
         options: of `wandb.init`, such as project, name, id, resume, mode.

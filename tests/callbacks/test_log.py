@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -232,20 +231,6 @@ def test_what_is_not_installed_is_an_error_at_once(
         LogCallback(tmp_path, sinks=sink)
 
 
-def test_tensorboard_gets_tags_steps_and_histograms(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    trainer_of(LogCallback(tmp_path, sinks=["tensorboard", "jsonl"], log_interval=2, histogram_interval=3)).train()
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0}).Reload()
-    assert {"log/loss", "log/learning_rate", "step/learning_rate", "step/grad_norm", "eval/loss"} <= set(
-        found.Tags()["scalars"]
-    )
-    told = {each["step"]: each["loss"] for each in records(tmp_path / "log.jsonl") if "loss" in each}
-    assert {each.step: each.value for each in found.Scalars("log/loss")} == pytest.approx(told)
-    assert [each.step for each in found.Histograms("step/grad_log10")] == [3, 6]
-    assert found.Histograms("step/grad_log10")[0].histogram_value.num == 5
-
-
 class FakeWandb:
     """The module wandb, as far as it is used."""
 
@@ -287,17 +272,6 @@ def test_wandb_gets_a_run_of_ours_or_the_active_one(active: bool, monkeypatch: p
     kind, (counts, edges) = steps[1]["step/grad_log10"]
     assert (kind, sum(counts), len(edges)) == ("histogram", 5, len(counts) + 1)
     assert [row["global_step"] for row in wandb.rows if "eval/loss" in row] == [3, 6]
-
-
-def test_the_real_wandb_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    sink: dict[str, Any] = {"wandb": {"project": "p", "mode": "offline", "dir": str(tmp_path)}}
-    callback = LogCallback(sinks=[sink], log_interval=2, histogram_interval=3)
-    trainer_of(callback).train()
-    assert callback.lost == 0
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert run.stat().st_size > 0
 
 
 @pytest.mark.parametrize(
