@@ -27,6 +27,7 @@ DEFAULT_CONCURRENCY = 16
 _MIN_PART_BYTES = 100 << 10
 _MAX_PART_BYTES = 5 << 30
 _MAX_CONCURRENCY = 256
+_MIN_BYTES_S = 64 << 10  # less is a forgotten unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +180,9 @@ class _Variables:
         if text is None:
             return None
         number = parse_size(text.removesuffix("/s").removesuffix("ps"))
-        if not number:
-            raise _wrong(name, text, "is not a rate", "give bytes per second, such as 50MB or 200MiB/s")
+        allowed = f"give {_MIN_BYTES_S >> 10} KiB per second or more, such as 50MB or 200MiB/s"
+        if number is None or number < _MIN_BYTES_S:
+            raise _wrong(name, text, "is not a rate" if not number else "is out of range", allowed)
         return float(number)
 
     def number(self, name: str, default: int, most: int) -> int:

@@ -194,7 +194,14 @@ class Retrier:
                 count = int(retrying.statistics["attempt_number"])
                 elapsed_s = tries.spent_s
                 error.__dict__.update(attempts=count, elapsed_s=elapsed_s)
-                error.message += f" (gave up after {count} {'try' if count == 1 else 'tries'} in {elapsed_s:.1f} s)"
+                asked_s = error.retry_after_s or 0.0
+                why = ""
+                if count < self.policy.attempts and elapsed_s + asked_s > self.policy.deadline_s > elapsed_s:
+                    why = f": the store asks for {asked_s:.0f} s without requests, more than it is waited for"
+                    error.hint = error.hint or "repeat it then"
+                error.message += (
+                    f" (gave up after {count} {'try' if count == 1 else 'tries'} in {elapsed_s:.1f} s{why})"
+                )
             raise
 
     def _count(self) -> None:

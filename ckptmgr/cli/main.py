@@ -89,6 +89,7 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script; ends the process with the exit code."""
+    _open_closed_streams()
     # A file name that is not UTF-8 goes to stdout as the bytes that it is: what `resume` prints must open.
     sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     gc.set_threshold(_OBJECTS_PER_LOOK)
@@ -100,6 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         os._exit(code)
     gc.freeze()  # what ends with the process need not be gone through once more at its end
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where the caller has closed a standard stream: the next file or socket would get its number, and COMMAND would write there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def run(argv: Sequence[str]) -> int:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 # Of the files that lie beside a checkpoint.
 _NAMED = 5
+# What to do about damage, by the kind of run.
+_ADVICE = {
+    "checkpoints": "`ckptmgr resume` passes over such a one; pushed again, its files are sent anew",
+    "artifact": "pushed again, the files of a version are sent anew",
+}
 
 _EPILOG = """\b
 Examples:
@@ -81,7 +86,8 @@ def verify(
             )
         manifest, damage = verify_directory(local)
         part = ", a part of it" if read_sidecar(local, parts=True).is_part else ""
-        _emit_damage(1, damage, as_json=as_json, where=f"{local} ({manifest.id}{part})")
+        where = f"{local} ({manifest.id}{part})"
+        _emit_damage(1, damage, as_json=as_json, where=where, advice="fetch it again, with --replace")
         return
     chosen = None if selector is None else parse_selector(selector)
     try:
@@ -119,6 +125,7 @@ def verify(
         damage,
         as_json=as_json,
         where=run.url,
+        advice=_ADVICE.get(run.record.kind, _ADVICE["checkpoints"]),
         depth=_compared(len(sized), files),
         by_size_only=None if depth.is_full else len(sized),
     )
@@ -163,6 +170,7 @@ def _emit_damage(
     *,
     as_json: bool,
     where: str,
+    advice: str,
     depth: str = "",
     by_size_only: int | None = None,
 ) -> None:
@@ -190,7 +198,5 @@ def _emit_damage(
         raise typer.Exit(5)
     if damage:
         hurt = {item.stem for item in damage}
-        fail(
-            f"{where}: {len(hurt)} of {count(checked, 'checkpoint')} damaged - `ckptmgr resume` passes over such a one"
-        )
+        fail(f"{where}: {len(hurt)} of {count(checked, 'checkpoint')} damaged - {advice}")
         raise typer.Exit(5)

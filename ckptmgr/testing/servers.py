@@ -392,7 +392,11 @@ _SERVERS: dict[str, type[StoreServer]] = {"moto": MotoServer, "weed": WeedServer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one store from the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m ckptmgr.testing.servers", description="An object store for tests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ckptmgr.testing.servers",
+        description="An object store for tests. Prints its URL and the variables to set, as JSON, and serves until SIGTERM, SIGINT, the end of its "
+        "input (/dev/null has none), or the end of the process that started it.",
+    )
     parser.add_argument("kind", choices=sorted(_SERVERS))
     parser.add_argument("--bucket", action="append", default=[], help="create this bucket; may be repeated")
     parser.add_argument("--port", type=int, default=0, help="listen on this port; 0 takes a free one")

@@ -58,6 +58,7 @@ def test_every_variable() -> None:
         ("CKPTMGR_CONCURRENCY", "1.5", "1 to 256"),
         ("CKPTMGR_BANDWIDTH", "0", "50MB"),
         ("CKPTMGR_BANDWIDTH", "-5MB", "50MB"),
+        ("CKPTMGR_BANDWIDTH", "50", "64 KiB"),
         ("CKPTMGR_CHECKSUM", "crc32", "auto, crc64nvme, none"),
         ("CKPTMGR_ADDRESSING", "pth", "did you mean path?"),
         ("CKPTMGR_SIGN_PAYLOAD", "yes", "auto, always, never"),

@@ -126,10 +126,11 @@ def test_retry_after_is_honoured() -> None:
 
 
 def test_a_retry_after_beyond_the_deadline_is_not_waited_for() -> None:
-    """If the store wants more time than there is, the error is raised at once."""
+    """Coming back earlier than asked for would not help, and later than the deadline is too late; that is said."""
     clock = Clock()
-    with pytest.raises(ThrottledError):
+    with pytest.raises(ThrottledError, match=r"gave up after 1 try .* asks for 61 s without requests") as caught:
         clock.retrier(deadline_s=60.0)("x", failing(1, lambda: ThrottledError("slow down", retry_after_s=61.0)))
+    assert caught.value.hint == "repeat it then"
     assert clock.waits == []
 
 

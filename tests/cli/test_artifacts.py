@@ -174,6 +174,7 @@ def test_commands_of_runs_take_artifacts(
     store.put(key, b"x")
     verified = cli_here("verify", url, "--json")
     assert (verified.returncode, [row["step"] for row in json.loads(verified.stdout)["damaged"]]) == (5, [2])
+    assert verified.stderr.endswith(" - pushed again, the files of a version are sent anew\n")
     refused(cli_here("artifact", "pull", f"{url}@production", "--to", "got"), 5, "damaged", "model.bin")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,6 +32,13 @@ document = {"words": words, "environment": {name: os.environ.get(name) for name 
 open(out, "w").write(json.dumps(document))
 print("the command's own words")
 sys.exit(int(code))
+"""
+
+# Ends with 41 if the streams with these numbers are open, and lead nowhere.
+_LOOKS = """
+import os, sys
+nowhere = os.stat(os.devnull)
+sys.exit(41 if all(os.path.samestat(os.fstat(int(number)), nowhere) for number in sys.argv[1]) else 1)
 """
 
 
@@ -287,3 +295,25 @@ def test_a_tier_whose_own_record_is_garbled(
     drained = cli_here("drain", tier)
     assert drained.returncode == 5
     assert "move that run.json away" in drained.stderr
+
+
+@pytest.mark.parametrize(("closed", "numbers"), [("<&-", "0"), (">&-", "1"), ("<&- >&- 2>&-", "012")])
+def test_closed_streams(make_store: MakeStore, tmp_path: Path, closed: str, numbers: str) -> None:
+    """As cron and daemons start it. A store's socket or file never takes the number of a stream, which COMMAND would read or write."""
+    store = make_store("moto")
+    words = [
+        "-m",
+        "ckptmgr.cli.main",
+        "resume",
+        f"{store.url}/run",
+        "--or-start",
+        "--",
+        sys.executable,
+        "-c",
+        _LOOKS,
+        numbers,
+    ]
+    command = f"{shlex.join([sys.executable, *words])} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 41, done.stderr
+    assert "Traceback" not in done.stderr

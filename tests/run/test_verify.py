@@ -444,7 +444,9 @@ def test_changed_directory(restored: Path, cli_here: Cli, change: str, file: str
         path.unlink()
         if change == "folder":
             path.mkdir()
-    found = damage_in(cli_here("verify", restored, "--json"), checked=1)
+    told = cli_here("verify", restored, "--json")
+    assert told.stderr.endswith(" - fetch it again, with --replace\n")
+    found = damage_in(told, checked=1)
     assert [(step, name) for _, step, name in found] == [(100, file)]
     assert file in cli_here("verify", restored).stdout
 
