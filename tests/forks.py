@@ -40,6 +40,8 @@ def fork(job: dict[str, Any], process: dict[str, Any]) -> int:
     faulthandler.dump_traceback_later(job["deadline_s"], exit=True)
     # Otherwise all of them would begin with the same numbers.
     np.random.seed()
+    # As with PYTHONUNBUFFERED: what was said before a SIGKILL is not lost.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     script = job.get("script")
     sys.path[0] = job["cwd"] if script is None else os.path.dirname(script)
     sys.argv = ["-c" if script is None else script, *process["arguments"]]

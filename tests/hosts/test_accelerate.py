@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,22 +25,26 @@ def _needs_transformers() -> None:
         pytest.skip("accelerate is not installed; CI runs these tests in an environment of their own")
 
 
-def train(journal: Path, *options: object) -> tuple[int, dict[int, Any], str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--journal", str(journal), *map(str, options)],
-        cwd=journal.parent,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-    return done.returncode, {line.pop("step"): line for line in lines}, done.stdout + done.stderr
+@pytest.fixture
+def train(run_script: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, dict[int, Any], str]]:
+    """Runs the script in a process: its exit code, its journal by step, and what it said."""
+
+    def start(journal: Path, *options: object) -> tuple[int, dict[int, Any], str]:
+        imports = ("accelerate", "ckptmgr.callbacks.accelerate", "ckptmgr.training.manager")
+        code, log = run_script(SCRIPT, ("--journal", journal, *options), journal.parent, imports)
+        lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        return code, {line.pop("step"): line for line in lines}, log
+
+    return start
 
 
 @pytest.mark.parametrize("naming", [False, True], ids=["our directories", "automatic naming"])
-def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, naming: bool) -> None:
+def test_killed_and_resumed(
+    make_store: Callable[[str], Store],
+    tmp_path: Path,
+    train: Callable[..., tuple[int, dict[int, Any], str]],
+    naming: bool,
+) -> None:
     """In the middle of an epoch; the resumed run saves again, also where Accelerate counts its directories."""
     url = f"{make_store('local').url}/run"
     both = (
