@@ -91,7 +91,7 @@ class StoreOptions:
             environ: in place of the process's own.
 
         Raises:
-            ConfigError: names the variable, its value, and what is allowed.
+            ConfigError: names the variable, its value, and what is allowed; or one that is almost named like one of these, which would be passed over.
         """
         given = _Variables(os.environ if environ is None else environ)
         options = cls(
@@ -108,6 +108,7 @@ class StoreOptions:
             engine=cast("Engine", given.choice("CKPTMGR_S3_ENGINE", "engine") or "auto"),
         )
         key = given.text("CKPTMGR_SSE_KEY")
+        given.refuse_misspelt()
         if key is None:
             return options
         if options.sse not in _KMS:
@@ -144,8 +145,16 @@ class _Variables:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
+        self._known: list[str] = []
+
+    def refuse_misspelt(self) -> None:
+        """Raise ConfigError if a variable is almost named like one that was asked for: what it says, encryption say, would not be done."""
+        for name in sorted(name for name in self._environ if name.startswith("CKPTMGR_") and name not in self._known):
+            for close in difflib.get_close_matches(name, self._known, n=1, cutoff=0.88):
+                raise ConfigError(f"{name} is not known", hint=f"did you mean {close}?", variable=name)
 
     def text(self, name: str) -> str | None:
+        self._known.append(name)
         return self._environ.get(name, "").strip() or None
 
     def choice(self, name: str, option: str) -> str | None:

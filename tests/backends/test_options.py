@@ -119,3 +119,28 @@ def test_sizes(text: str, size: int | None) -> None:
 def test_durations(text: str, seconds: float | None) -> None:
     """A number with or without a unit; what is no length of time is None."""
     assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("name", ["CKPTMGR_CONCURENCY", "CKPTMGR_PARTSIZE", "CKPTMGR_SEE", "CKPTMGR_BANDWITH"])
+def test_a_misspelt_variable_is_refused(name: str) -> None:
+    """What it says would not be done, and nobody would see it."""
+    with pytest.raises(ConfigError, match=rf"^{name} is not known") as caught:
+        StoreOptions.from_env({name: "1"})
+    assert "did you mean CKPTMGR_" in (caught.value.hint or "")
+
+
+def test_other_variables_are_nobodys_business() -> None:
+    """Those of other parts of ckptmgr, and of others: Kubernetes makes some for a service of that name."""
+    others = (
+        "LOCAL_DIR",
+        "RUN",
+        "STORE",
+        "CONFIG",
+        "NOTIFY_URL",
+        "RESUME_FROM",
+        "LOCK_DIR",
+        "PORT",
+        "SERVICE_HOST",
+        "TRANSFER",
+    )
+    assert StoreOptions.from_env({f"CKPTMGR_{name}": "x" for name in others}) == StoreOptions()
