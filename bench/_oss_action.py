@@ -30,7 +30,7 @@ THREADS = 4
 def digests_of(path: Path) -> Digests:
     """Read once, in blocks."""
     with SourceFile(path) as source:
-        for _ in source.digest_blocks(0, source.size):
+        for _ in source.blocks(MIB):
             pass
         return source.finish()
 

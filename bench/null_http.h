@@ -1,4 +1,4 @@
-/* HTTP as null_s3 needs it: reads requests, writes answers. */
+/* HTTP as null servers need it: reads requests, writes answers. */
 #pragma once
 #include <ctype.h>
 #include <inttypes.h>
@@ -28,7 +28,8 @@ struct request {
     uint64_t copy_from, copy_to; /* the range of a part; 0, 0: all of it */
     bool create_only, wants_checksum, is_continued;
     uint64_t length;
-    char *body; /* the first KEPT_BYTES of it */
+    char *body;   /* room for the first KEPT_BYTES of it */
+    uint64_t sum; /* of the whole body, where the server computes one */
 };
 
 struct text {
@@ -67,7 +68,7 @@ static bool put_all(int peer, const char *data, size_t length)
 static bool answer(int peer, int status, const char *headers, const char *body, uint64_t length)
 {
     char head[4 * NAME];
-    int size = snprintf(head, sizeof head, "HTTP/1.1 %d -\r\nServer: null_s3\r\nx-amz-request-id: 1\r\n%sContent-Length: %llu\r\n\r\n",
+    int size = snprintf(head, sizeof head, "HTTP/1.1 %d -\r\nServer: null\r\nx-amz-request-id: 1\r\nx-oss-request-id: 1\r\n%sContent-Length: %llu\r\n\r\n",
                         status, headers, (unsigned long long)length);
     return put_all(peer, head, (size_t)size) && (body == NULL || put_all(peer, body, length));
 }
@@ -80,7 +81,7 @@ static bool answer_text(int peer, int status, const char *headers, const char *t
 static bool answer_error(int peer, int status, const char *code)
 {
     char text[256];
-    snprintf(text, sizeof text, "<?xml version=\"1.0\"?><Error><Code>%s</Code><Message>null_s3 says so</Message></Error>", code);
+    snprintf(text, sizeof text, "<?xml version=\"1.0\"?><Error><Code>%s</Code><Message>the null server says so</Message></Error>", code);
     return answer_text(peer, status, "Content-Type: application/xml\r\n", text);
 }
 

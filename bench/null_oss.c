@@ -8,12 +8,8 @@
  *
  * Build: cc -O3 -Wall -Wextra -pthread null_oss.c -o null_oss */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <signal.h>
 
-#include "null_http.h"
+#include "null_server.h"
 
 enum { SLICES = 16 };
 
@@ -92,28 +88,28 @@ static bool answer_written(int peer, const char *crc, const char *body)
     return answer_text(peer, 200, headers, body);
 }
 
-static bool put_object(int peer, const struct request *request, uint64_t crc)
+static bool put_object(int peer, const struct request *request)
 {
     char text[24];
-    keep_crc(text, sizeof text, crc);
+    keep_crc(text, sizeof text, request->sum);
     pthread_mutex_lock(&lock);
     bool stored = store(request->path, request->length, NULL, text, request->create_only);
     pthread_mutex_unlock(&lock);
     return stored ? answer_written(peer, text, "") : answer_error(peer, 409, "FileAlreadyExists");
 }
 
-static bool put_part(int peer, const struct request *request, const char *id, uint64_t crc)
+static bool put_part(int peer, const struct request *request, const char *id)
 {
     char number[NAME], text[24];
     asks(request, "partNumber", number);
-    keep_crc(text, sizeof text, crc);
+    keep_crc(text, sizeof text, request->sum);
     long part = strtol(number, NULL, 10);
     pthread_mutex_lock(&lock);
     struct upload *upload = upload_of(id);
     bool known = upload != NULL && part >= 1 && part <= MOST_PARTS;
     if (known) {
         upload->sizes[part] = request->length;
-        snprintf(upload->crcs[part], sizeof upload->crcs[part], "%016llx", (unsigned long long)crc);
+        snprintf(upload->crcs[part], sizeof upload->crcs[part], "%016llx", (unsigned long long)request->sum);
     }
     pthread_mutex_unlock(&lock);
     return known ? answer_written(peer, text, "") : answer_error(peer, 404, "NoSuchUpload");
@@ -123,11 +119,8 @@ static bool begin_upload(int peer, const struct request *request)
 {
     char text[2 * NAME];
     pthread_mutex_lock(&lock);
-    uploads = allocate(uploads, (upload_count + 1) * sizeof(*uploads));
-    struct upload *upload = uploads[upload_count] = calloc(1, sizeof(struct upload));
-    upload->key = strdup(request->path);
     snprintf(text, sizeof text, "<?xml version=\"1.0\"?><InitiateMultipartUploadResult><UploadId>%zu</UploadId></InitiateMultipartUploadResult>",
-             upload_count++);
+             new_upload(request->path));
     pthread_mutex_unlock(&lock);
     return answer_text(peer, 200, "Content-Type: application/xml\r\n", text);
 }
@@ -149,10 +142,8 @@ static bool complete_upload(int peer, const struct request *request, const char 
         keep_crc(text, sizeof text, crc);
         stored = store(upload->key, size, NULL, text, request->create_only);
     }
-    if (stored) {
-        free(upload->key);
-        upload->key = NULL;
-    }
+    if (stored)
+        end_upload(upload);
     pthread_mutex_unlock(&lock);
     if (!known)
         return answer_error(peer, 404, "NoSuchUpload");
@@ -225,36 +216,6 @@ static bool get_object(int peer, const struct request *request, const char *head
     return true;
 }
 
-static bool serve(int peer, const struct request *request, const char *head, uint64_t crc)
-{
-    char id[NAME];
-    const char *slash = strchr(request->path, '/');
-    bool is_get = strcmp(request->method, "GET") == 0;
-    if (slash == NULL || slash[1] == '\0')
-        return answer_error(peer, 501, "NotImplemented");
-    if (strcmp(request->method, "PUT") == 0)
-        return asks(request, "uploadId", id) ? put_part(peer, request, id, crc) : put_object(peer, request, crc);
-    if (strcmp(request->method, "POST") == 0)
-        return asks(request, "uploadId", id) ? complete_upload(peer, request, id) : begin_upload(peer, request);
-    if (strcmp(request->method, "DELETE") == 0) {
-        pthread_mutex_lock(&lock);
-        struct upload *upload = asks(request, "uploadId", id) ? upload_of(id) : NULL;
-        if (upload != NULL) {
-            free(upload->key);
-            upload->key = NULL;
-        } else if (*id == '\0') {
-            forget(request->path);
-        }
-        pthread_mutex_unlock(&lock);
-        return answer_text(peer, 204, "", "");
-    }
-    if (is_get && asks(request, "uploadId", id))
-        return list_parts(peer, id);
-    if (is_get || strcmp(request->method, "HEAD") == 0)
-        return get_object(peer, request, head);
-    return answer_error(peer, 501, "NotImplemented");
-}
-
 static void note_oss_headers(const char *head, struct request *request)
 {
     char value[NAME];
@@ -263,85 +224,39 @@ static void note_oss_headers(const char *head, struct request *request)
             request->create_only = strcmp(value, "true") == 0;
 }
 
-/* --- connections ------------------------------------------------------------------------------------------------------ */
-
-/* Reads a request's body, of which `have` bytes lie at `data`, for its CRC. Returns how many of `have` were more than that, or -1. */
-static ssize_t read_body(int peer, uint64_t length, const char *data, size_t have, char *scrap, uint64_t *crc)
+static bool serve(int peer, struct request *request, const char *head)
 {
-    size_t used = have < length ? have : length;
-    uint64_t left = length - used;
-    *crc = crc_of(0, data, used);
-    while (left > 0) {
-        ssize_t got = recv(peer, scrap, left < BUFFER ? left : BUFFER, 0);
-        if (got <= 0)
-            return -1;
-        *crc = crc_of(*crc, scrap, (size_t)got);
-        left -= (uint64_t)got;
-    }
-    return (ssize_t)(have - used);
+    char id[NAME];
+    const char *slash = strchr(request->path, '/');
+    bool is_get = strcmp(request->method, "GET") == 0;
+    note_oss_headers(head, request);
+    if (slash == NULL || slash[1] == '\0')
+        return answer_error(peer, 501, "NotImplemented");
+    if (strcmp(request->method, "PUT") == 0)
+        return asks(request, "uploadId", id) ? put_part(peer, request, id) : put_object(peer, request);
+    if (strcmp(request->method, "POST") == 0)
+        return asks(request, "uploadId", id) ? complete_upload(peer, request, id) : begin_upload(peer, request);
+    if (strcmp(request->method, "DELETE") == 0)
+        return answer_delete(peer, request);
+    if (is_get && asks(request, "uploadId", id))
+        return list_parts(peer, id);
+    if (is_get || strcmp(request->method, "HEAD") == 0)
+        return get_object(peer, request, head);
+    return answer_error(peer, 501, "NotImplemented");
 }
 
-/* One connection, request by request. */
-static void *converse(void *argument)
+/* The CRC of all of it. */
+static void take(struct request *request, uint64_t at, const char *data, size_t size)
 {
-    int peer = (int)(intptr_t)argument, on = 1;
-    char *buffer = allocate(NULL, BUFFER + 1), *scrap = allocate(NULL, BUFFER), *text = NULL;
-    struct request request = {0};
-    size_t have = 0;
-    setsockopt(peer, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    for (;;) {
-        char *end;
-        while ((end = memmem(buffer, have, "\r\n\r\n", 4)) == NULL) {
-            ssize_t got = have < BUFFER ? recv(peer, buffer + have, BUFFER - have, 0) : 0;
-            if (got <= 0)
-                goto over;
-            have += (size_t)got;
-        }
-        size_t head = (size_t)(end + 4 - buffer);
-        uint64_t crc = 0;
-        free(text);
-        text = strndup(buffer, head);
-        if (text == NULL || !parse(text, &request))
-            goto over;
-        note_oss_headers(text, &request);
-        if (request.is_continued && !put_all(peer, "HTTP/1.1 100 Continue\r\n\r\n", 25))
-            goto over;
-        ssize_t rest = read_body(peer, request.length, buffer + head, have - head, scrap, &crc);
-        if (rest < 0)
-            goto over;
-        memmove(buffer, buffer + have - rest, (size_t)rest);
-        have = (size_t)rest;
-        if (!serve(peer, &request, text, crc))
-            goto over;
-    }
-over:
-    close(peer);
-    free(buffer);
-    free(scrap);
-    free(text);
-    return NULL;
+    request->sum = crc_of(at == 0 ? 0 : request->sum, data, size);
 }
 
 int main(void)
 {
     static struct control unused;
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    signal(SIGPIPE, SIG_IGN);
     control = &unused;
     make_tables();
-    if (door < 0 || bind(door, (struct sockaddr *)&address, length) != 0 || listen(door, 128) != 0 ||
-        getsockname(door, (struct sockaddr *)&address, &length) != 0) {
-        perror("null_oss");
-        return 1;
-    }
-    printf("%d\n", ntohs(address.sin_port));
-    fflush(stdout);
-    for (;;) {
-        int peer = accept4(door, NULL, NULL, SOCK_CLOEXEC);
-        pthread_t thread;
-        if (peer >= 0 && pthread_create(&thread, NULL, converse, (void *)(intptr_t)peer) == 0)
-            pthread_detach(thread);
-    }
+    listen_for_ever();
+    perror("null_oss");
+    return 1;
 }

@@ -10,13 +10,10 @@
  *
  * Build: cc -O2 -Wall -Wextra -pthread null_s3.c -o null_s3 */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <signal.h>
 #include <time.h>
 
 #include "null_copies.h"
+#include "null_server.h"
 
 enum { PAGE_KEYS = 1000 };
 
@@ -73,12 +70,9 @@ static bool begin_upload(int peer, const struct request *request)
     atomic_fetch_sub(&control->waiting, 1);
     char text[2 * NAME];
     pthread_mutex_lock(&lock);
-    uploads = allocate(uploads, (upload_count + 1) * sizeof(*uploads));
-    struct upload *upload = uploads[upload_count] = calloc(1, sizeof(struct upload));
-    upload->key = strdup(request->path);
     snprintf(text, sizeof text,
              "<?xml version=\"1.0\"?><InitiateMultipartUploadResult><Key>%s</Key><UploadId>%zu</UploadId></InitiateMultipartUploadResult>",
-             strchr(request->path, '/') + 1, upload_count++);
+             strchr(request->path, '/') + 1, new_upload(request->path));
     pthread_mutex_unlock(&lock);
     return answer_text(peer, 200, "Content-Type: application/xml\r\n", text);
 }
@@ -95,10 +89,8 @@ static bool complete_upload(int peer, const struct request *request, const char 
             size += upload->sizes[part];
         stored = store(upload->key, size, NULL, request->crc, request->create_only);
     }
-    if (stored) {
-        free(upload->key);
-        upload->key = NULL;
-    }
+    if (stored)
+        end_upload(upload);
     pthread_mutex_unlock(&lock);
     if (!known)
         return answer_error(peer, 404, "NoSuchUpload");
@@ -204,8 +196,9 @@ static bool get_object(int peer, const struct request *request)
     return sent;
 }
 
-static bool serve(int peer, const struct request *request)
+static bool serve(int peer, struct request *request, const char *head)
 {
+    (void)head;
     char id[NAME];
     const char *slash = strchr(request->path, '/');
     bool in_bucket = slash != NULL && slash[1] != '\0', is_get = strcmp(request->method, "GET") == 0;
@@ -219,18 +212,8 @@ static bool serve(int peer, const struct request *request)
     }
     if (strcmp(request->method, "POST") == 0 && in_bucket)
         return asks(request, "uploadId", id) ? complete_upload(peer, request, id) : begin_upload(peer, request);
-    if (strcmp(request->method, "DELETE") == 0 && in_bucket) {
-        pthread_mutex_lock(&lock);
-        struct upload *upload = asks(request, "uploadId", id) ? upload_of(id) : NULL;
-        if (upload != NULL) {
-            free(upload->key);
-            upload->key = NULL;
-        } else if (*id == '\0') {
-            forget(request->path);
-        }
-        pthread_mutex_unlock(&lock);
-        return answer_text(peer, 204, "", "");
-    }
+    if (strcmp(request->method, "DELETE") == 0 && in_bucket)
+        return answer_delete(peer, request);
     if (is_get && !in_bucket)
         return list_objects(peer, request);
     if (is_get && asks(request, "uploadId", id))
@@ -240,95 +223,24 @@ static bool serve(int peer, const struct request *request)
     return answer_error(peer, 501, "NotImplemented"); /* batch deletes */
 }
 
-/* Reads a request's body, of which `have` bytes lie at `data`; its beginning is kept. Returns how many of `have` were more than that, or -1. */
-static ssize_t read_body(int peer, struct request *request, const char *data, size_t have, char *scrap)
+/* The beginning is kept. */
+static void take(struct request *request, uint64_t at, const char *data, size_t size)
 {
-    size_t used = have < request->length ? have : request->length, kept = used < KEPT_BYTES ? used : KEPT_BYTES;
-    uint64_t left = request->length - used;
-    memcpy(request->body, data, kept);
-    atomic_fetch_add(&control->received, used);
-    while (left > 0) {
-        ssize_t got = recv(peer, scrap, left < BUFFER ? left : BUFFER, 0);
-        if (got <= 0)
-            return -1;
-        size_t room = KEPT_BYTES - kept, more = (size_t)got < room ? (size_t)got : room;
-        memcpy(request->body + kept, scrap, more);
-        kept += more;
-        left -= (uint64_t)got;
-        atomic_fetch_add(&control->received, (uint64_t)got);
-    }
-    return (ssize_t)(have - used);
-}
-
-/* One connection, request by request. */
-static void *converse(void *argument)
-{
-    int peer = (int)(intptr_t)argument, on = 1;
-    char *buffer = allocate(NULL, BUFFER + 1), *scrap = allocate(NULL, BUFFER);
-    struct request request = {.body = allocate(NULL, KEPT_BYTES)};
-    size_t have = 0;
-    setsockopt(peer, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    for (;;) {
-        char *end;
-        while ((end = memmem(buffer, have, "\r\n\r\n", 4)) == NULL) {
-            ssize_t got = have < BUFFER ? recv(peer, buffer + have, BUFFER - have, 0) : 0;
-            if (got <= 0)
-                goto over;
-            have += (size_t)got;
-        }
-        size_t head = (size_t)(end + 4 - buffer);
-        char *text = strndup(buffer, head);
-        bool readable = text != NULL && parse(text, &request);
-        free(text);
-        if (!readable || (request.is_continued && !put_all(peer, "HTTP/1.1 100 Continue\r\n\r\n", 25)))
-            goto over;
-        ssize_t rest = read_body(peer, &request, buffer + head, have - head, scrap);
-        if (rest < 0)
-            goto over;
-        memmove(buffer, buffer + have - rest, (size_t)rest);
-        have = (size_t)rest;
-        if (!serve(peer, &request))
-            goto over;
-    }
-over:
-    close(peer);
-    free(buffer);
-    free(scrap);
-    free(request.body);
-    return NULL;
-}
-
-static int listen_on_loopback(void)
-{
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (door < 0 || bind(door, (struct sockaddr *)&address, length) != 0 || listen(door, 128) != 0 ||
-        getsockname(door, (struct sockaddr *)&address, &length) != 0)
-        return -1;
-    printf("%d\n", ntohs(address.sin_port));
-    fflush(stdout);
-    return door;
+    if (at < KEPT_BYTES)
+        memcpy(request->body + at, data, size < KEPT_BYTES - at ? size : KEPT_BYTES - at);
+    atomic_fetch_add(&control->received, size);
 }
 
 int main(int count, char **arguments)
 {
-    signal(SIGPIPE, SIG_IGN);
     int file = count == 2 ? open(arguments[1], O_RDWR | O_CREAT | O_CLOEXEC, 0600) : -1;
     if (file < 0 || ftruncate(file, sizeof(struct control)) != 0) {
         fprintf(stderr, "usage: null_s3 CONTROL (a file that can be written)\n");
         return 2;
     }
     control = mmap(NULL, sizeof(struct control), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    int door = control == MAP_FAILED ? -1 : listen_on_loopback();
-    if (door < 0) {
-        perror("null_s3");
-        return 1;
-    }
-    for (;;) {
-        int peer = accept4(door, NULL, NULL, SOCK_CLOEXEC);
-        pthread_t thread;
-        if (peer >= 0 && pthread_create(&thread, NULL, converse, (void *)(intptr_t)peer) == 0)
-            pthread_detach(thread);
-    }
+    if (control != MAP_FAILED)
+        listen_for_ever();
+    perror("null_s3");
+    return 1;
 }

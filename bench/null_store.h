@@ -1,4 +1,4 @@
-/* What null_s3 keeps: objects by key, uploads by number, and the counters that a bench looks at. One lock guards objects and uploads. */
+/* What null servers keep: objects by key, uploads by number, and the counters that a bench looks at. One lock guards objects and uploads. */
 #pragma once
 #include <fcntl.h>
 #include <pthread.h>
@@ -44,7 +44,7 @@ static void *allocate(void *old, size_t size)
 {
     void *found = realloc(old, size);
     if (found == NULL) {
-        perror("null_s3");
+        perror("a null server");
         exit(1);
     }
     return found;
@@ -112,4 +112,19 @@ static struct upload *upload_of(const char *id)
 {
     size_t index = strtoul(id, NULL, 10);
     return index < upload_count && uploads[index]->key != NULL ? uploads[index] : NULL;
+}
+
+/* Begins an upload; its id. */
+static size_t new_upload(const char *key)
+{
+    uploads = allocate(uploads, (upload_count + 1) * sizeof(*uploads));
+    struct upload *upload = uploads[upload_count] = calloc(1, sizeof(struct upload));
+    upload->key = strdup(key);
+    return upload_count++;
+}
+
+static void end_upload(struct upload *upload)
+{
+    free(upload->key);
+    upload->key = NULL;
 }
