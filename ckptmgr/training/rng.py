@@ -124,20 +124,34 @@ def _restore_cuda(states: list[torch.Tensor]) -> list[str]:
     return []
 
 
-class RngMark:
-    """The random states of a moment, to go back to within this process. Cheaper to take than `capture_rng`, which makes values to save."""
+class CpuMark:
+    """The states of Python's, NumPy's and torch's CPU generators at a moment, to go back to within this process.
+
+    Cheap enough to be taken for every batch: less than 0.1 ms, and no call into a driver.
+    """
 
     def __init__(self) -> None:
-        self._python = random.getstate()
+        self._python: Any = random.getstate()
         numpy_random = _numpy_random()
-        self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
+        self._numpy: Any = None if numpy_random is None else numpy_random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
-        self._cuda = _capture_cuda()
 
     def go_back(self) -> None:
-        """Set every generator to what it was."""
+        """Set the generators to what they were."""
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_state(self._numpy)
         torch.set_rng_state(self._torch)
+
+
+class RngMark(CpuMark):
+    """As `CpuMark`, with each CUDA device's default generator. Cheaper to take than `capture_rng`, which makes values to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cuda = _capture_cuda()
+
+    def go_back(self) -> None:
+        """Set every generator to what it was."""
+        super().go_back()
         _restore_cuda(self._cuda)
