@@ -222,17 +222,18 @@ def show(
     """Show one checkpoint: what it is, why it was saved, its files, and the artifacts made from it. With --json, its manifest."""
     from ckptmgr.core.manifest import encode_manifest
     from ckptmgr.core.selectors import parse_selector
-    from ckptmgr.run.artifact_links import links_of
+    from ckptmgr.run.artifact_links import is_removed, links_of
     from ckptmgr.run.directory import RunDirectory
 
     chosen = parse_selector(selector)
     run = RunDirectory.open(run_url)
     history = run.history()
     manifest = history.choose(chosen)
-    links = links_of(run, manifest.stem)
+    links = [(link, url, is_removed(link, url)) for link, url in links_of(run, manifest.stem)]
     if as_json:
         made_from = [
-            {"name": link.name, "version": link.version, "id": str(link.stem), "url": url} for link, url in links
+            {"name": link.name, "version": link.version, "id": str(link.stem), "url": url, "removed": removed}
+            for link, url, removed in links
         ]
         emit_json({**json.loads(encode_manifest(manifest)), **({"artifacts": made_from} if made_from else {})})
         return
@@ -253,7 +254,12 @@ def show(
         ("world size", str(manifest.world_size)),
         ("made by", producer_text(manifest) or "unknown"),
         *_condition_lines(manifest),
-        ("artifacts", ", ".join(f"{url or link.name}@v{link.version}" for link, url in links)),
+        (
+            "artifacts",
+            ", ".join(
+                f"{url or link.name}@v{link.version}{' (removed)' if removed else ''}" for link, url, removed in links
+            ),
+        ),
     )
     emit_manifest(facts, manifest)
 

@@ -19,9 +19,9 @@ from ckptmgr.core.artifacts import (
     resolve_location,
     source_of,
 )
-from ckptmgr.core.errors import CkptmgrError, ConfigError, ManifestError, ObjectExistsError
+from ckptmgr.core.errors import CheckpointNotFoundError, CkptmgrError, ConfigError, ManifestError, ObjectExistsError
 from ckptmgr.core.layout import Stem
-from ckptmgr.core.manifest import Manifest
+from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.selectors import parse_selector
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.identity import utc_stamp
@@ -99,3 +99,16 @@ def links_of(run: RunDirectory, checkpoint: Stem) -> list[tuple[Link, str | None
             continue
         found.append((link, None if link.location is None else resolve_location(link.location, run.url)))
     return sorted(found, key=lambda item: (item[0].name, item[0].version, item[0].uuid))
+
+
+def is_removed(link: Link, url: str | None) -> bool:
+    """Whether the store says that the version at `url` is gone; of what could not be looked at, that is not said."""
+    if url is None:
+        return False
+    try:
+        return isinstance(RunDirectory.open(url).manifest(link.stem), ClosingRecord)
+    except CheckpointNotFoundError:
+        return True
+    except CkptmgrError as exc:
+        logger.info("%s: not known whether v%d is still there: %s", url, link.version, exc)
+        return False

@@ -441,11 +441,17 @@ def test_linked_with_the_checkpoint_it_came_from(
     assert manifest["source"] == {"run": "run", "run_uuid": uuid, "id": ids[0], "step": 100, "location": "../run"}
     assert manifest["metadata"] == {"dataset": "v2"}
     shown = json.loads(cli_here("show", f"{store.url}/run", "100", "--json").stdout)
-    assert shown["artifacts"] == [{"name": "model", "version": 1, "id": pushed.manifest.id, "url": url}]
-    assert f"{url}@v1" in cli_here("show", f"{store.url}/run", "100").stdout
+    link = {"name": "model", "version": 1, "id": pushed.manifest.id, "url": url, "removed": False}
+    assert shown["artifacts"] == [link]
+    assert f"{url}@v1\n" in cli_here("show", f"{store.url}/run", "100").stdout
     assert "artifacts" not in json.loads(cli_here("show", f"{store.url}/run", "200", "--json").stdout)
     rows = json.loads(cli_here("ls", f"{store.url}/run", "--all", "--json").stdout)["checkpoints"]
     assert [(row["id"], row["state"]) for row in rows] == [(stem, "committed") for stem in ids]
+    push_artifact(tree({"a": b"2"}), url)
+    assert cli_here("prune", url, "--keep-last", "1", "--yes").returncode == 0
+    shown = json.loads(cli_here("show", f"{store.url}/run", "100", "--json").stdout)
+    assert shown["artifacts"] == [{**link, "removed": True}]
+    assert f"{url}@v1 (removed)\n" in cli_here("show", f"{store.url}/run", "100").stdout
 
 
 def test_a_link_that_was_lost_is_made_by_the_repeat(make_store: MakeStore, tree: Tree, push_steps: PushSteps) -> None:
