@@ -39,8 +39,9 @@ PYTEST := -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadscope --n
 FORMATTED := ckptmgr callbacks backends tests bench .ci
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# The tests of a checkout must not read modules from the caller's own path.
-unexport PYTHONPATH PYTHONHOME
+# The tests of a checkout must not read modules from the caller's own path. Without bytecode each of the hundreds of processes that they start would
+# compile ckptmgr anew, and pytest rewrite every test.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow check format-check lint types layers coverage package hosts soak \

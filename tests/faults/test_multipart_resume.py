@@ -34,10 +34,15 @@ LocalSave = Callable[..., Stem]
 
 DEADLINE_S = 60.0
 PART_BYTES = 5 << 20
+# Where nobody is killed in the middle of a part, nothing depends on its size.
+SMALL_PART_BYTES = 100 << 10
 WORKERS = 4
 PARTS = 7
-BIG = os.urandom(1 << 20) * 31 + b"the end"
-FILES = {"model.safetensors": BIG, "state.json": b'{"step": 100}'}
+
+
+def files(part_bytes: int) -> dict[str, bytes]:
+    """A file of seven parts, of six that are a fifth larger, and a small one."""
+    return {"model.safetensors": os.urandom(part_bytes // 5) * 31 + b"the end", "state.json": b'{"step": 100}'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +54,15 @@ class Scene:
     run: RunDirectory
     tier: LocalTier
     stem: Stem
+    files: dict[str, bytes]
+    part_bytes: int
 
     @property
     def key(self) -> str:
         return f"run/checkpoints/{self.stem}/model.safetensors"
 
     def job(self, **more: Any) -> dict[str, Any]:
-        return {"url": self.run.url, "tier": str(self.tier.root), "part_bytes": PART_BYTES, **more}
+        return {"url": self.run.url, "tier": str(self.tier.root), "part_bytes": self.part_bytes, **more}
 
     def entry(self) -> UploadEntry:
         entry = self.tier.journal.read(self.stem)
@@ -85,7 +92,7 @@ class Scene:
         return len(self.relay.requests(r"^POST \S*[?&]uploads(=|&|$)"))
 
 
-MakeScene = Callable[[str], Scene]
+MakeScene = Callable[..., Scene]
 
 
 @pytest.fixture
@@ -97,13 +104,15 @@ def make_scene(
 ) -> Iterator[MakeScene]:
     with contextlib.ExitStack() as stack:
 
-        def make(kind: str) -> Scene:
+        def make(kind: str, part_bytes: int = PART_BYTES) -> Scene:
             store = make_store(kind)
             relay = stack.enter_context(Relay(store.server.url))
             monkeypatch.setenv("OSS_ENDPOINT" if kind == "oss" else "AWS_ENDPOINT_URL", relay.url)
             run = RunDirectory.open_or_create(f"{store.url}/run")
             tier = new_tier(run)
-            return Scene(store=store, relay=relay, run=run, tier=tier, stem=local_save(tier, run, 100, FILES))
+            saved = files(part_bytes)
+            stem = local_save(tier, run, 100, saved)
+            return Scene(store=store, relay=relay, run=run, tier=tier, stem=stem, files=saved, part_bytes=part_bytes)
 
         yield make
 
@@ -115,17 +124,17 @@ def scene(request: pytest.FixtureRequest, make_scene: MakeScene) -> Scene:
 
 
 @pytest.fixture(params=["moto", "oss"])
-def faulty_scene(request: pytest.FixtureRequest, make_scene: MakeScene) -> Scene:
+def faulty_scene(request: pytest.FixtureRequest, make_scene: MakeScene, small_s3_parts: None) -> Scene:
     """On the servers that inject faults; the run makes small parts, and tries each request once."""
-    scene = make_scene(request.param)
+    scene = make_scene(request.param, SMALL_PART_BYTES)
     fs, root = open_store(scene.run.url, retry=False)
-    fs._part_bytes = fs._multipart_threshold = PART_BYTES
+    fs._part_bytes = fs._multipart_threshold = SMALL_PART_BYTES
     return replace(scene, run=RunDirectory.open(scene.run.url, fs=fs, root=root))
 
 
 def assert_committed(scene: Scene, ask: Ask) -> None:
     prefix = f"run/checkpoints/{scene.stem}/"
-    assert scene.store.snapshot(prefix) == {prefix + name: data for name, data in FILES.items()}
+    assert scene.store.snapshot(prefix) == {prefix + name: data for name, data in scene.files.items()}
     assert scene.store.keys("run/manifests/") == [f"run/manifests/{scene.stem}.json"]
     assert scene.uploads() == {}
     assert scene.entry().state == "uploaded"
@@ -138,8 +147,9 @@ def test_killed_in_the_middle_of_a_part(scene: Scene, kill: Kill, ask: Ask, shar
     """SIGKILL while parts are on the wire: no manifest, no object; the next process goes on with the same upload, and at most the parts that
     were under way, one per worker, go again."""
     scene.relay.forget()
-    scene.relay.freeze_after(int(len(BIG) * share) + 100_000)
-    assert kill("drain", **scene.job(kill={"sent_bytes": int(len(BIG) * share) + 1000}))
+    size = len(scene.files["model.safetensors"])
+    scene.relay.freeze_after(int(size * share) + 100_000)
+    assert kill("drain", **scene.job(kill={"sent_bytes": int(size * share) + 1000}))
     assert scene.store.keys("run/manifests/") == []
     assert scene.key not in scene.store.keys("run/checkpoints/")
     (upload_id,) = scene.uploads()
@@ -231,7 +241,7 @@ def test_a_part_that_is_not_these_bytes_is_sent_again(faulty_scene: Scene, ask: 
     victim, *intact = sorted(scene.stored_parts())
     bucket = scene.store.url.split("/")[2]
     query = {"partNumber": str(victim), "uploadId": upload_id}
-    reply = scene.store.server._core.call("PUT", bucket, f"exp/{scene.key}", query=query, body=b"x" * PART_BYTES)
+    reply = scene.store.server._core.call("PUT", bucket, f"exp/{scene.key}", query=query, body=b"x" * scene.part_bytes)
     assert reply.status == 200
     scene.relay.forget()
     assert drain(scene.tier, scene.run).committed == (scene.stem,)
@@ -255,7 +265,7 @@ def test_other_parts_than_before_begin_anew(faulty_scene: Scene, ask: Ask) -> No
     """A version that cuts files in another way: parts of both would not make the file, so the old ones are dropped."""
     scene = faulty_scene
     _interrupt(scene)
-    scene.run.fs._part_bytes = 6 << 20
+    scene.run.fs._part_bytes = scene.part_bytes * 6 // 5
     scene.relay.forget()
     assert drain(scene.tier, scene.run).committed == (scene.stem,)
     assert len(scene.parts_sent()) == 6
@@ -284,7 +294,7 @@ def test_a_failure_for_good_drops_the_parts(faulty_scene: Scene, how: str) -> No
         scene.store.server.faults.add(Fault(query="partNumber", status=400, code="InvalidArgument", times=None))
     else:
         victim = scene.tier.data_dir(scene.stem) / "model.safetensors"
-        victim.write_bytes(BIG[:-1] + b"D")
+        victim.write_bytes(scene.files["model.safetensors"][:-1] + b"D")
     assert drain(scene.tier, scene.run).pending == (scene.stem,)
     assert scene.uploads() == {}
     assert scene.entry().multiparts == {}
@@ -316,7 +326,7 @@ def test_an_upload_that_is_interrupted_is_not_aborted(
     def stop(count: int) -> None:
         nonlocal sent
         sent += count
-        if sent >= 2 * PART_BYTES and held.hits:
+        if sent >= 2 * scene.part_bytes and held.hits:
             raise Stopped
 
     ((manifest, entry),) = scene.tier.pending(scene.run.url)
@@ -389,7 +399,7 @@ def test_a_push_goes_on_as_well(scene: Scene, kill: Kill, ask: Ask, tmp_path: Pa
     """`push` of a trainer's directory, killed in the middle of a large file: repeated, it sends what is missing."""
     source = tmp_path / "checkpoint-7"
     source.mkdir()
-    for name, data in FILES.items():
+    for name, data in scene.files.items():
         (source / name).write_bytes(data)
     job = {"url": scene.run.url, "directory": str(source), "part_bytes": PART_BYTES}
     scene.relay.forget()
