@@ -23,8 +23,9 @@ Place: TypeAlias = tuple["str | int", ...]
 #: In place of a value that is not as it should be, of which a mistake says so.
 UNFIT: Final = object()
 
-# What is shorter is no secret, and may be part of any word.
+# What is shorter is no secret, and may be part of any word; these are words of the messages.
 _SHORTEST_SECRET = 4
+_WORDS = ("true", "false", "null")
 
 
 class FromEnvironment(str):
@@ -131,13 +132,14 @@ class Document:
 
     def hide(self, value: str, raw: str) -> None:
         """From now on `raw` is shown in place of `value`, which came from the environment."""
-        if len(value) >= _SHORTEST_SECRET:
-            self._hidden.setdefault(value, raw)
+        if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS:
+            for form in (value, repr(value)[1:-1]):
+                self._hidden.setdefault(form, raw)
 
     def _shown(self, text: str) -> str:
-        for value in sorted(self._hidden, key=len, reverse=True):
-            for form in (value, repr(value)[1:-1]):
-                text = text.replace(form, self._hidden[value])
+        if self._hidden:
+            longest_first = sorted(self._hidden, key=len, reverse=True)
+            text = re.sub("|".join(map(re.escape, longest_first)), lambda match: self._hidden[match[0]], text)
         return without_secrets(text)
 
 

@@ -91,6 +91,14 @@ def test_what_a_variable_stands_for_is_never_said() -> None:
     ]
 
 
+def test_what_is_shown_of_a_variable_is_not_looked_into() -> None:
+    """A value may be the name of another variable, or a word of every message."""
+    variables = {"A": "https://JOB/x", "B": "JOB/", "C": "true", "D": "abc"}
+    document = parse("[ '${A}', '${B}', '${C}', '${D}' ]", "f", variables)
+    document.mistake((), "https://JOB/x is not JOB/, it is true or abc")
+    assert lines_of(document) == ["f:1: ${A} is not ${B}, it is true or abc"]
+
+
 def test_all_mistakes_in_the_order_of_lines() -> None:
     """Of one there is one line; of several, the error has a heading, and survives a pipe between processes."""
     document = parse("a: 1\nb: {c: [2, 3]}\n2: x\na: 4\n? [d]\n: 1\n", "f", {})
