@@ -233,6 +233,11 @@ def ranked(rule: RetentionRule, chain: Sequence[Manifest], now: datetime) -> lis
     return [stem for part in _parts(rule) if part.metric_names for stem, _ in part.select(chain, now)]
 
 
+def is_by_age(rule: RetentionRule) -> bool:
+    """Whether what `rule` keeps depends on the time."""
+    return any(isinstance(part, KeepWithin) for part in _parts(rule))
+
+
 def _protected(chain: Sequence[Manifest], protection: Protection) -> Iterable[tuple[Stem, str]]:
     if chain:
         yield chain[0].stem, "newest"

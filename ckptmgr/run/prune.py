@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError, ManifestError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import Stem, manifest_key
+from ckptmgr.core.layout import ATTEMPTS, PROBE_PREFIX, Stem, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, Manifest
-from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, plan, ranked
+from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, is_by_age, plan, ranked
 from ckptmgr.run import locks, notes
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import StoreDriver, drive
-from ckptmgr.run.identity import utc_now, utc_stamp
+from ckptmgr.run.identity import new_nonce, utc_now, utc_stamp
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.run.verify import damage_of, noted_damage
 
@@ -116,8 +116,8 @@ def prune(
     """Delete what `rule` does not keep.
 
     First the newest that stays is checked (presence, sizes, the store's checksums): if it is damaged, nothing is deleted (I8). So are the best that
-    stay: for one that is damaged, the next best stays too. Each removal closes the manifest before it touches data, so that a kill leaves nothing
-    that looks complete; the next prune finishes it.
+    stay: for one that is damaged, the next best stays too. Ages are by this machine's clock, or by the store's if that is behind it. Each removal
+    closes the manifest before it touches data, so that a kill leaves nothing that looks complete; the next prune finishes it.
 
     Args:
         attempt: the number of the attempt on whose behalf this runs; a superseded one never prunes (I12).
@@ -142,7 +142,8 @@ def prune(
     if decided.delete:
         _refuse_if_newest_is_damaged(run, history)
         damaged = find_damaged(run, history, rule)
-        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged)
+        now = _certain_now(run) if is_by_age(rule) else None
+        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=now)
     finished = _finish_interrupted(run, history)
     deleted: list[Verdict] = []
     spared: list[Verdict] = []
@@ -163,6 +164,20 @@ def prune(
             run.remove_empty_folders(stem)
             deleted.append(verdict)
     return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
+
+
+def _certain_now(run: RunDirectory) -> datetime:
+    """The store's time or this machine's, whichever is earlier: a clock that is ahead must not make checkpoints old."""
+    now = utc_now()
+    if run.fs.capabilities.is_local:
+        return now
+    path = run.path(f"{ATTEMPTS}/{PROBE_PREFIX}{new_nonce()}")
+    run.fs.pipe_file(path, b"time")
+    try:
+        told_s = run.fs.info(path).get("mtime")
+    finally:
+        run.fs.rm_file(path)
+    return now if told_s is None else min(now, datetime.fromtimestamp(told_s, timezone.utc))
 
 
 def _refuse_uncertain(history: History) -> None:

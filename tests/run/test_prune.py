@@ -166,6 +166,22 @@ def test_within(make_store: MakeStore, push_steps: PushSteps, cli_here: Cli) -> 
         assert list(kept(cli_here("prune", f"{store.url}/run", "--keep-within", within, "--json"))) == keep
 
 
+@pytest.mark.parametrize("kind", ["moto", "oss"])
+def test_a_clock_that_is_ahead_makes_nothing_old(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """This machine's clock is a year ahead: the plan is wrong, what is done is not, and nothing of the question stays in the store."""
+    store = make_store(kind)
+    push_steps(f"{store.url}/run", 100, 200, 300)
+    later = datetime.now(timezone.utc) + timedelta(days=365)
+    monkeypatch.setattr("ckptmgr.run.prune.utc_now", lambda: later)
+    words = ("prune", f"{store.url}/run", "--keep-within", "7d", "--json")
+    before = store.snapshot()
+    assert deleted(cli_here(*words)) == [100, 200]
+    assert deleted(cli_here(*words, "--yes")) == []
+    assert store.snapshot() == before
+
+
 def test_unknown_metric_is_reported_and_blocks_nothing(url: str, cli_here: Cli) -> None:
     """With another rule that keeps something, a metric nobody has is a warning that names those there are."""
     result = cli_here("prune", url, "--keep-last", "1", "--keep-best", "bleu:max", "--json")
