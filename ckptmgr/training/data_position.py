@@ -104,6 +104,11 @@ class DataPosition:
         self._own_at_edge: list[torch.Tensor] = []
         self._finished_here = False
         self._ended = False
+        # The epoch before this one had gone to its end; and how things are at that of this one, as a save at its last batch told.
+        self._ended_before = False
+        self._end: Mapping[str, Any] | None = None
+        # A dataset was given its state of an end of its iteration, and has not been iterated since.
+        self._dataset_at_end = False
 
     @property
     def length(self) -> int | None:
@@ -150,14 +155,18 @@ class DataPosition:
         self._start = {"rng": capture_rng(), "generators": self._generator_states()}
         if saved is not None and saved.get("loader") is not None and fast_forward.has_state(self._loader):
             self._loader.load_state_dict(saved["loader"])
+        self._take_up_end(saved)
         self._iterator = iter(self._loader)
+        if self._dataset_at_end:
+            self._pass_over_nothing()
         if saved is not None:
             self._conclude(self._prove(saved, Moment(rng=self._start["rng"], own=self._start["generators"])))
 
     def take(self, count: int) -> list[Any]:
         """The next `count` micro-batches, fewer at the end of the epoch, none after it.
 
-        They count only once `advance` is called: a step that was interrupted is done again from its first micro-batch.
+        They count only once `advance` is called: a step that was interrupted is done again from its first micro-batch. When there is none left,
+        the loader's iterator is let end, as `let_end` does.
         """
         if self._iterator is None:
             raise ConfigError("no epoch was begun", hint="call begin() first")
@@ -171,7 +180,25 @@ class DataPosition:
                 self._open += 1
             except StopIteration:
                 self._ended = True
+        if not left:
+            self.let_end()
         return taken
+
+    def let_end(self) -> None:
+        """Once all batches of the epoch are used, ask the iterator for one more: what it does after its last one is part of the epoch.
+
+        A generator runs what follows its last `yield` then, a sampler may draw from its generator. `take` goes by the length, and would not ask.
+        """
+        if self._iterator is None or self._ended or self._open or not self.exhausted:
+            return
+        ahead, self._ended = self._ahead, True
+        self._drop_ahead()
+        try:
+            # Not under `waiting`: the step is done, and nothing is left to be waited for.
+            next(self._iterator) if ahead is None else ahead.hand_out()
+        except StopIteration:
+            return
+        _log.warning("the loader has more batches than the %d of its length: those are left out", self.batches)
 
     def advance(self, count: int) -> None:
         """Count `count` micro-batches as used."""
@@ -201,7 +228,9 @@ class DataPosition:
         if self._saved is not None and self.batches:
             at_edge = self._saved.get("generators")
             self._set_generators(self._saved["start"]["generators"] if at_edge is None else at_edge)
+            self._take_up_end(self._saved)
         self._saved = None
+        self._ended_before = self._ended
         self.epoch += 1
         self.batches = 0
         self._finished_here = True
@@ -211,7 +240,7 @@ class DataPosition:
         """Let go of the iterator, and with it of its worker processes; the position stays."""
         self._iterator = None
         self._drop_ahead()
-        self._open, self._ended = 0, False
+        self._open, self._ended, self._end = 0, False, None
         if not self.batches and self._saved is None:
             self._start = None
 
@@ -224,6 +253,7 @@ class DataPosition:
         if self._saved is not None:
             return dict(self._saved)
         following = self._following() if self._proves else lookahead.unknown("it was not asked for")
+        end = self._known_end()
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -232,6 +262,7 @@ class DataPosition:
             # At an epoch's start the states of the moment are those of the start: `rng` is in the checkpoint anyway.
             "start": self._start if self.batches else {"rng": None, "generators": self._generator_states()},
             **(self._edge or self._edge_now()),
+            "end": end,
             "next": following,
         }
 
@@ -251,7 +282,7 @@ class DataPosition:
         self.batches = state["batches"]
         self._start = start if self.batches else None
         self._saved = {**state, "start": {"rng": start["rng"], "generators": list(start["generators"])}}
-        self._finished_here = False
+        self._finished_here = self._ended_before = self._dataset_at_end = False
         self.proof, self.way = "", ""
 
     def _come_back(self, saved: Mapping[str, Any] | None, rng: Mapping[str, Any] | None) -> None:
@@ -263,6 +294,8 @@ class DataPosition:
             and fast_forward.nothing_left(self._loader, saved, self.batches)
         ):
             self._set_generators(saved["generators"])
+            self._take_up_end(saved)
+            self._end = saved.get("end")
             self._iterator = iter(())
             restore_rng(rng)
             self.proof = f"none: {fast_forward.NO_MORE}"
@@ -282,6 +315,41 @@ class DataPosition:
             self._go("replay", saved, rng)
             found = self._prove(saved, Moment.now(self._generators()))
         self._conclude(found)
+
+    def _take_up_end(self, saved: Mapping[str, Any] | None) -> None:
+        """Have generators and dataset as the end of an epoch, at or after which `saved` was made, had left them."""
+        end = (saved or {}).get("end") or {}
+        if end.get("generators") is not None:
+            self._set_generators(end["generators"])
+        if end.get("dataset") is not None and fast_forward.keeps_state(self._loader):
+            self._loader.dataset.load_state_dict(end["dataset"])
+            self._dataset_at_end = True
+
+    def _pass_over_nothing(self) -> None:
+        """Make the iterator anew if it gives nothing, for a dataset that takes its state of an end for the place to go on from.
+
+        In the uninterrupted run, the iteration that ended there was that one.
+        """
+        assert self._start is not None
+        self._dataset_at_end = False
+        if self._look_ahead().is_end:
+            self._drop_ahead()
+            self._set_generators(self._start["generators"])
+            restore_rng(self._start["rng"])
+            self._iterator = iter(self._loader)
+
+    def _known_end(self) -> Mapping[str, Any] | None:
+        """What is saved of the end of an epoch that has no further batch, or of the one before this one's start: the states that it led to."""
+        loader = self._loader
+        if not self.batches:
+            state = fast_forward.dataset_state(loader) if self._ended_before else None
+            return None if state is None else {"generators": None, "dataset": state}
+        if self._end is not None or self._iterator is None or self._open:
+            return self._end
+        if self._ahead is None and fast_forward.is_at_end(loader, self._iterator, self.batches):
+            self._look_ahead()
+        at_end = None if self._ahead is None else self._ahead.own_at_end
+        return None if at_end is None else {"generators": at_end, "dataset": fast_forward.dataset_state(loader)}
 
     def _go(self, way: Way, saved: Mapping[str, Any] | None, rng: Mapping[str, Any] | None) -> None:
         """From the start of the epoch, with the states of then, to the present batch; then the states are `rng`."""
@@ -404,7 +472,7 @@ class DataPosition:
         return {
             "generators": self._generator_states(),
             "loader": fast_forward.loader_state(loader) if within else None,
-            "dataset": fast_forward.dataset_state(loader, self._iterator) if self.batches and taking else None,
+            "dataset": fast_forward.place_in_dataset(loader, self._iterator) if self.batches and taking else None,
         }
 
     def _hidden(self) -> str | None:

@@ -91,6 +91,7 @@ class EdgeWork(Stepping):
 
     def _finish_epoch(self) -> None:
         complete = self._position.exhausted
+        self._position.let_end()
         self._position.finish_epoch()
         self._schedule.epoch_ended()
         if complete:

@@ -83,12 +83,36 @@ def gives_dataset_state(loader: Any) -> bool:
     return in_this_process(loader) and not is_map_style(loader) and has_state(loader.dataset)
 
 
-def dataset_state(loader: Any, iterator: Any) -> dict[str, Any] | None:
-    """The state of an iterable dataset that this process iterates; None if it has none, or one that does not bring back the order."""
+def keeps_state(loader: Any) -> bool:
+    """Whether `loader` is a DataLoader, of any make, whose iterable dataset is iterated in this process and has a state."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.num_workers == 0
+        and isinstance(loader.dataset, IterableDataset)
+        and has_state(loader.dataset)
+    )
+
+
+def place_in_dataset(loader: Any, iterator: Any) -> dict[str, Any] | None:
+    """The state of an iterable dataset within its iteration, from which another one goes on; None if it has none, or one that does not bring back the order."""
     # A last batch that came short has ended the dataset's iteration: its state may be that of a new one.
     if not gives_dataset_state(loader) or iterator._dataset_fetcher.ended:
         return None
-    return None if _has_shuffle_buffer(loader.dataset) else _own_state(loader.dataset)
+    return dataset_state(loader)
+
+
+def dataset_state(loader: Any) -> dict[str, Any] | None:
+    """As `place_in_dataset`, of any moment: once the iteration has ended, what the next one begins with."""
+    return None if not keeps_state(loader) or _has_shuffle_buffer(loader.dataset) else _own_state(loader.dataset)
+
+
+def is_at_end(loader: Any, iterator: Any, batches: int) -> bool:
+    """Whether a DataLoader's iterator of this process is known to have no further batch, after `batches` of them."""
+    if not in_this_process(loader) or getattr(iterator, "_dataset_fetcher", None) is None:
+        return False
+    if is_map_style(loader):
+        return batches_per_epoch(loader) == batches
+    return bool(getattr(iterator._dataset_fetcher, "ended", False))
 
 
 def _own_state(owner: Any) -> dict[str, Any] | None:
@@ -143,15 +167,18 @@ def way_back(loader: Any, saved: Mapping[str, Any] | None, skip: Skip) -> Way:
 
 
 def nothing_left(loader: Any, saved: Mapping[str, Any], batches: int) -> bool:
-    """Whether the epoch has no further batch, and what it led to is known without it: in the samples' own process, or in workers that are gone."""
+    """Whether the epoch has no further batch, and what its end led to is known without it: in the samples' own process, or in workers that are gone."""
     if not isinstance(loader, DataLoader) or saved.get("generators") is None:
         return False
     if (saved.get("next") or {}).get("why") != NO_MORE and not (
         saved["length"] == batches == batches_per_epoch(loader)
     ):
         return False
-    gone = loader.num_workers > 0 and not loader.persistent_workers
-    return gone or (in_this_process(loader) and hidden_in(loader, generators(loader)) is None)
+    if loader.num_workers > 0:
+        return not loader.persistent_workers
+    # Checkpoints made before `end` was saved do not say it.
+    known = saved["end"] is not None if "end" in saved else saved.get("dataset") is None
+    return known and in_this_process(loader) and hidden_in(loader, generators(loader)) is None
 
 
 def batches_per_epoch(loader: Any) -> int | None:

@@ -13,6 +13,7 @@ from ckptmgr.training import fast_forward, ranks
 from ckptmgr.training.first_batch import Undigestible, digest
 from ckptmgr.training.preemption import Preempted
 from ckptmgr.training.random_sources import Moment, generators, holders, set_epoch
+from ckptmgr.training.rng import same_rng
 
 _log = logging.getLogger(__name__)
 # Beyond it, drawing an order once more at an epoch's end takes its time.
@@ -67,9 +68,19 @@ class Ahead:
         if self._drew:
             self.before.go_back(own)
 
+    @property
+    def is_end(self) -> bool:
+        """Whether there is no batch: the iterator has ended."""
+        return isinstance(self._error, StopIteration)
+
+    @property
+    def own_at_end(self) -> Sequence[torch.Tensor] | None:
+        """The loader's generators as the end of the iterator left them; None if it is no end, or one that drew other random numbers as well."""
+        return self._after.own if self.is_end and same_rng(self.before.rng, self._after.rng) else None
+
     def digest(self) -> tuple[str | None, str]:
         """Of the batch: the digest, or None and why there is none."""
-        if isinstance(self._error, StopIteration):
+        if self.is_end:
             return None, fast_forward.NO_MORE
         if self._error is not None:
             _log.warning(
@@ -87,14 +98,17 @@ class Ahead:
         now = Moment.now(self._own) if self._drew else None
         if now == self.before:
             self._after.go_back(self._own)
-        elif now is not None and self._error is None:
+        elif now is not None and self.own_at_end is not None:
+            for generator, state in zip(self._own, self.own_at_end, strict=True):
+                generator.set_state(state)
+        elif now is not None and (self._error is None or self.is_end):
             self._load_again(now)
         if self._error is not None:
             raise self._error
         return self._batch
 
     def _load_again(self, now: Moment) -> None:
-        if not (self._single and now.has_own(self.before.own) and self._repeatable()):
+        if self.is_end or not (self._single and now.has_own(self.before.own) and self._repeatable()):
             _log.warning(
                 "random numbers were drawn between a save and the next batch, which had been loaded for the save: "
                 "without the save it would have been loaded with others"

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.training import state as training_state
 from ckptmgr.training.loader import ResumableLoader
+from ckptmgr.training.random_sources import holders, set_epoch
 
 EPOCHS = 3
 
@@ -92,6 +93,47 @@ class StatefulStream(Stream):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.position = state["position"]
+
+
+class Rounds(IterableDataset[torch.Tensor]):
+    """Counts its passes by what it does after its last row; its state goes on where it was, also after an end."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.rows = Rows(size)
+        self.at = [0, 0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at[1] < self.rows.size:
+            self.at[1] += 1
+            yield self.rows[(self.at[1] * 7 + self.at[0] * 3) % self.rows.size]
+        self.at = [self.at[0] + 1, 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = list(state["at"])
+
+
+class RoundsOfLength(Rounds):
+    def __len__(self) -> int:
+        return self.rows.size
+
+
+class Places(Rounds):
+    """Takes its state for the place that the next pass goes on from: after an end, nothing is left there."""
+
+    _from = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start, self._from = self._from, 0
+        for number in range(start, self.rows.size):
+            self.at[1] = number + 1
+            yield self.rows[number]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._from = self.at[1]
 
 
 class EpochSampler(Sampler[int]):
@@ -176,6 +218,17 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "hidden generator": lambda: DataLoader(Hiding(), 4, shuffle=True),
     "iterable": lambda: DataLoader(Stream(), 4),
     "iterable with state": lambda: DataLoader(StatefulStream(), 4),
+    "rounds": lambda: DataLoader(Rounds(), 4),
+    "rounds of full batches": lambda: DataLoader(Rounds(24), 4),
+    "rounds without the last": lambda: DataLoader(Rounds(), 4, drop_last=True),
+    "rounds of a length": lambda: DataLoader(RoundsOfLength(24), 4),
+    "rounds one by one": lambda: DataLoader(Rounds(7), batch_size=None),
+    "places": lambda: DataLoader(Places(), 4),
+    "places, full batches": lambda: DataLoader(Places(24), 4),
+    "iterable without the last": lambda: DataLoader(Stream(), 4, drop_last=True),
+    "own generator without the last": lambda: DataLoader(
+        Rows(), 4, shuffle=True, drop_last=True, generator=generator()
+    ),
     "list": lambda: [torch.full((2,), float(i)) for i in range(6)],
     "foreign": Foreign,
     "workers": lambda: DataLoader(Rows(), 4, shuffle=True, num_workers=2),
@@ -265,6 +318,9 @@ def train(tmp_path: Path) -> Callable[..., Run]:
                     return run
             # What follows an epoch draws as well.
             run.facts.append(("epoch", torch.rand(()).item()))
+            if -epoch - 1 in save_after:
+                run.saves[-epoch - 1] = tmp_path / f"{len(list(tmp_path.iterdir()))}-end-{epoch}"
+                training_state.write(training_state.capture({"data": loader}), run.saves[-epoch - 1])
         return run
 
     return loop
@@ -283,6 +339,14 @@ def test_k018_every_batch_after_a_resume_is_that_of_the_uninterrupted_run(train:
     make = MAKERS[kind]
     whole = train(make)
     per_epoch = len([fact for fact in whole.facts if fact[0] == 0])
+    assert [fact[0] for fact in whole.facts] == [
+        *[0] * per_epoch,
+        "epoch",
+        *[1] * per_epoch,
+        "epoch",
+        *[2] * per_epoch,
+        "epoch",
+    ]
     places = {"workers": [per_epoch + 3], "hidden generator": [2, per_epoch]}.get(kind, [2, per_epoch, per_epoch + 3])
     saved = train(make, save_after=places)
     assert saved.facts == whole.facts
@@ -291,6 +355,64 @@ def test_k018_every_batch_after_a_resume_is_that_of_the_uninterrupted_run(train:
         assert resumed.facts == facts_after(whole, place)
         assert resumed.loader is not None
         assert resumed.loader.proof == ("equal" if place != per_epoch else "none: the epoch has no further batch")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if not kind.startswith(("workers", "persistent", "hidden"))])
+def test_what_is_saved_between_two_epochs_goes_on_with_the_next(train: Callable[..., Run], kind: str) -> None:
+    make = MAKERS[kind]
+    whole = train(make)
+    saved = train(make, save_after=(-2,))
+    assert saved.facts == whole.facts
+    first = [fact[0] for fact in whole.facts].index(2)
+    assert train(make, resume=saved.saves[-2], seed=99).facts == whole.facts[first:]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if not kind.startswith(("workers", "persistent"))])
+@pytest.mark.parametrize("saves", [False, True])
+def test_it_gives_what_the_loader_itself_gives(kind: str, *, saves: bool) -> None:
+    """Epoch after epoch, with what the loader's iterator does after its last batch; saved or not, and whatever is drawn after a save."""
+
+    def passes(loader: Any, bare: Any) -> list[list[Any]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        seen: list[list[Any]] = []
+        for epoch in range(EPOCHS):
+            set_epoch(holders(bare), epoch)
+            seen.append([])
+            for batch in loader:
+                seen[-1].append(batch.tolist())
+                if saves and loader is not bare:
+                    loader.state_dict()
+        return seen
+
+    bare, wrapped = MAKERS[kind](), MAKERS[kind]()
+    expected = passes(bare, bare)
+    assert all(expected)
+    assert passes(ResumableLoader(wrapped), wrapped) == expected
+
+
+def test_numbers_drawn_between_a_save_and_the_end_do_not_change_the_next_order() -> None:
+    """The sampler draws from its generator once more when it ends, which a save at the last batch has seen."""
+
+    def order(*, save: bool) -> list[list[float]]:
+        loader = ResumableLoader(MAKERS["own generator without the last"]())
+        for number, _ in enumerate(loader, 1):
+            if save and number == len(loader):
+                loader.state_dict()
+                torch.rand(1)
+        return [batch[:, 0].tolist() for batch in loader]
+
+    assert order(save=True) == order(save=False)
+
+
+def test_a_loader_with_more_batches_than_its_length_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Short(list[int]):
+        def __len__(self) -> int:
+            return 2
+
+    assert list(ResumableLoader(Short([1, 2, 3]))) == [1, 2]
+    assert "more batches than the 2 of its length" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
