@@ -26,6 +26,7 @@ class Anomaly:
             exploded.
         step: the step that it belongs to; where the host tells losses by its logs, the one that was logged.
         value: the loss or norm.
+        of: whose value it is, where that is not what `kind` says.
         usual: what it was compared with; None if there was nothing.
     """
 
@@ -33,12 +34,13 @@ class Anomaly:
     step: int
     value: float
     usual: float | None = None
+    of: str = "loss"
 
     def __str__(self) -> str:
         """What it is, in words."""
         value, usual = f"{self.value:.4g}", "" if self.usual is None else f"{self.usual:.4g}"
         if self.kind == "nonfinite":
-            return f"the loss is {value}" + (f", its mean was {usual}" if usual else "")
+            return f"the {self.of} is {value}" + (f", its mean was {usual}" if usual else "")
         if self.kind == "spike":
             return f"the loss has a spike of {value}, its mean was {usual}"
         if self.kind == "plateau":

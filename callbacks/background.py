@@ -40,9 +40,10 @@ class Background:
     """
 
     def __init__(self, callback: Any, failures: Failures, *, capacity: int = 256, end_timeout_s: float = 10.0) -> None:
-        if getattr(callback, "critical", False):
+        if getattr(callback, "critical", False) or not getattr(callback, "may_run_async", True):
+            why = "is critical" if getattr(callback, "critical", False) else "acts on the training, or measures it"
             raise ConfigError(
-                f"the callback {name_of(callback)} is critical, and cannot run beside the training",
+                f"the callback {name_of(callback)} {why}, and cannot run beside the training",
                 hint="add it without run_async",
                 argument="run_async",
             )

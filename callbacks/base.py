@@ -147,12 +147,14 @@ class Callback:
         name: what this callback is called in logs and in saved state; the name of its class if empty.
         stop_is_final: whether a training that this callback ended (`should_training_stop`) is over, and stays over when it is resumed. False: it was
             ended for a reason that a restart gets over, such as a limit of time.
+        may_run_async: whether it only watches, so that it may run beside the training (`run_async`).
     """
 
     priority: int = Priority.NORMAL
     critical: bool | frozenset[str] = False
     name: str = ""
     stop_is_final: bool = True
+    may_run_async: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Hosts that call hooks by position, as Hugging Face's Trainer does, reach hooks that name only what they need, too."""

@@ -102,6 +102,11 @@ class DPOAccuracyCallback(AloneCallback):
         self._said: set[str] = set()
 
     @property
+    def may_run_async(self) -> bool:  # type: ignore[override]
+        """Not if it may end the training."""
+        return not self.stop
+
+    @property
     def accuracy(self) -> float | None:
         """The mean of the window; None before the first reading."""
         return self._values.mean

@@ -58,6 +58,7 @@ class EarlyStoppingCallback(AloneCallback):
     """
 
     priority: int = Priority.STOP
+    may_run_async = False
 
     def __init__(
         self,
@@ -99,6 +100,11 @@ class EarlyStoppingCallback(AloneCallback):
         self._failed = False
         self._weights: dict[str, Any] | None = None
         self._weights_step: int | None = None
+        self._dispatcher: Any = None
+
+    def joined(self, dispatcher: Any) -> None:
+        """Know who is beside this callback."""
+        self._dispatcher = dispatcher
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -107,6 +113,8 @@ class EarlyStoppingCallback(AloneCallback):
         self._failed = False
         self._take_up(state)
         self._stay_stopped(state, control)
+        if self.source == "evaluation":
+            self.metric.say_if_no_host_evaluates(args, state)
 
     def on_evaluate(
         self,
@@ -145,7 +153,12 @@ class EarlyStoppingCallback(AloneCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Put the best weights back, if that is wanted."""
-        interrupted = getattr(control, "should_interrupt", False)
+        # Hugging Face's control does not tell; who is asked for a preemption beside this callback does.
+        notice = getattr(getattr(self._dispatcher, "preemption", None), "notice", None)
+        interrupted = notice is not None or getattr(control, "should_interrupt", False)
+        if not self._evaluations:
+            what = "evaluation" if self.source == "evaluation" else f"log with {self.metric.name!r}"
+            self.metric.say_if_never_there(state, what)
         if self.restore_best and model is not None and not self._failed and not interrupted:
             self._put_back(state, model)
         self._weights = None

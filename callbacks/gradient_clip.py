@@ -45,13 +45,15 @@ class GradientClipCallback(Callback):
 
     Attributes:
         steps: optimizer steps whose gradients were looked at, until the last look.
-        clipped: those with a norm above `max_norm`.
+        clipped: those with a norm above `max_norm`; not counted with `max_value`.
         nonfinite: those whose norm was not finite.
         last_norm: the newest norm, before clipping; None before the first look.
 
     Raises:
         ConfigError: an argument that makes no sense.
     """
+
+    may_run_async = False
 
     def __init__(
         self,
@@ -180,13 +182,10 @@ class GradientClipCallback(Callback):
             _log.warning("the gradient's norm was not finite, and nothing was clipped, at step %s%s", places, more)
         steps, clipped = self.steps - before[0], self.clipped - before[1]
         if steps and self.last_norm is not None:
-            _log.info(
-                "step %d: gradient norm %.4g; %d of the last %d were clipped",
-                state.global_step,
-                self.last_norm,
-                clipped,
-                steps,
-            )
+            how = f"{clipped} of the last {steps} were clipped"
+            if self.max_norm is None:
+                how = f"elements are limited to {self.max_value:g}"
+            _log.info("step %d: gradient norm %.4g; %s", state.global_step, self.last_norm, how)
 
     def _count(self) -> list[tuple[int, float]]:
         """Read what waits; those that are not finite."""

@@ -239,7 +239,8 @@ class Guarded:
         except Exception as error:  # noqa: BLE001 - libraries of others; a log is not worth a training
             self.failures += 1
             if not self._is_failing:
-                _log.warning("%s does not take records, training goes on: %r", type(self.sink).__name__, error)
+                why = str(error) if isinstance(error, OSError) else repr(error)  # with the path
+                _log.warning("%s does not take records, training goes on: %s", type(self.sink).__name__, why)
             self._is_failing = True
 
 

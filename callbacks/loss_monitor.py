@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -31,8 +32,9 @@ class LossMonitorCallback(AloneCallback):
     All of the following counts such values. Rules:
 
     - *The mean* is over the last `window` finite values; one NaN or infinity does not poison it, and takes no place in it.
-    - *NaN and infinities* are anomalies (`nonfinite`), each with its step. Hugging Face's Trainer leaves them out of its logs unless
-      `logging_nan_inf_filter=False`; the gradient's norm, which is one then, it logs.
+    - *NaN and infinities* are anomalies (`nonfinite`), each with its step. Hugging Face's Trainer logs others in their place unless
+      `logging_nan_inf_filter=False`: there a gradient's norm that is not finite stands for the loss, and the loss beside it is not counted; not where
+      a scaler of fp16 makes such norms.
     - *A spike* is a value that exceeds the mean before it by more than `spike_factor` deviations, from the 10th value on. A deviation is at least
       1 % of the mean. Spikes get into the mean, so that a loss that stays higher is no spike for long. Ties with the limit are none.
     - *A plateau* is `plateau_steps` steps in which the mean of a full window has not become smaller than its best by more than `plateau_delta` of that. It is
@@ -122,10 +124,15 @@ class LossMonitorCallback(AloneCallback):
         )
         self._losses = LossSource()
         self._waiting, self._waiting_norms = Pending(), Pending()
-        self._norm_is_logged = False
+        self._norm_is_logged = self._norm_stands_for_loss = False
         self._lines: Counter[str] = Counter()
         self._found: list[Anomaly] = []
         self._said_step = 0
+
+    @property
+    def may_run_async(self) -> bool:  # type: ignore[override]
+        """Not with an action that the training has to take."""
+        return not {action for actions in self.actions.values() for action in actions} & {"save", "stop"}
 
     @property
     def mean(self) -> float | None:
@@ -139,12 +146,18 @@ class LossMonitorCallback(AloneCallback):
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Go on from the checkpoint."""
         self._take_up(state)
         self._stay_stopped(state, control)
-        filtered = getattr(args, "logging_nan_inf_filter", False) and {*self.actions["nonfinite"]} & {"save", "stop"}
-        if filtered and state.is_world_process_zero:
+        filtered = getattr(args, "logging_nan_inf_filter", False)
+        # Accelerate's optimizer has the scaler, if there is one. What the arguments say does not tell: fp16 has none on a CPU.
+        scales = getattr(optimizer, "scaler", None) is not None
+        self._norm_stands_for_loss = filtered and self.gradients and not scales
+        acts = {*self.actions["nonfinite"]} & {"save", "stop"}
+        if filtered and acts and not self._norm_stands_for_loss and state.is_world_process_zero:
             _log.warning(
                 "the trainer leaves NaN and infinite losses out of what it logs, and %s will see none: set logging_nan_inf_filter=False",
                 _OWNER,
@@ -202,7 +215,8 @@ class LossMonitorCallback(AloneCallback):
             self._waiting_norms.add(state.global_step, norm)
         if loss is None:
             return
-        self._waiting.add(state.global_step, loss)
+        if norm is None or math.isfinite(norm) or not self._norm_stands_for_loss:
+            self._waiting.add(state.global_step, loss)
         self._look()
         self._act(state, control, agreeing=False)
         if state.global_step - self._said_step >= self.log_interval:
@@ -246,7 +260,10 @@ class LossMonitorCallback(AloneCallback):
             self.last = loss
             self._note(self._detector.look_at_loss(step, loss))
         for step, norm in self._waiting_norms.read():
-            self._note(self._detector.look_at_norm(step, norm))
+            if self._norm_stands_for_loss and not math.isfinite(norm):
+                self._note([Anomaly(kind="nonfinite", step=step, value=norm, of="gradient's norm")])
+            else:
+                self._note(self._detector.look_at_norm(step, norm))
 
     def _note(self, anomalies: Iterable[Anomaly]) -> None:
         for anomaly in anomalies:

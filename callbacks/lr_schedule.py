@@ -107,6 +107,15 @@ class LRSchedulerCallback(AloneCallback):
         self._total: int | None = None
         self._conflict_said = False
 
+    def joined(self, dispatcher: Any) -> None:
+        """Refuse another one beside it.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if any(isinstance(each, LRSchedulerCallback) for each in dispatcher.callbacks if each is not self):
+            raise ConfigError(f"two {_OWNER}s would set the learning rate in turn", hint="leave one of them out")
+
     # --- events -----------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
@@ -142,6 +151,8 @@ class LRSchedulerCallback(AloneCallback):
             self._base = [float(group.get("initial_lr", base)) for group, base in zip(groups, self._base, strict=True)]
         self.last_lr = []
         self._keep(state)
+        if self._plateau is not None:
+            self._plateau.metric.say_if_no_host_evaluates(args, state)
 
     def on_step_begin(
         self,

@@ -26,6 +26,7 @@ class Monitored:
 
     Attributes:
         missing_reported: whether it was said that an evaluation does not have it.
+        asked: how often it was looked for.
 
     Raises:
         ConfigError: no name, no such mode, or a name that does not tell.
@@ -43,6 +44,7 @@ class Monitored:
         self.name = name
         self.mode: Literal["min", "max"] = found
         self.missing_reported = False
+        self.asked = 0
         self._owner = owner
 
     def read(self, metrics: Mapping[str, Any] | None, state: Any) -> float | None:
@@ -50,6 +52,7 @@ class Monitored:
 
         A collective where there are several ranks: each must come here with its evaluation.
         """
+        self.asked += 1
         value = ranks.mean_of_ranks(metric_of(metrics, self.name))
         if value is None and not self.missing_reported:
             self.missing_reported = True
@@ -62,6 +65,19 @@ class Monitored:
                     ", ".join(sorted(numbers_of(metrics))) or "none",
                 )
         return value
+
+    def say_if_no_host_evaluates(self, args: Any, state: Any) -> None:
+        """When training begins: that Hugging Face's Trainer is told not to evaluate, so that nothing will come."""
+        strategy = getattr(args, "eval_strategy", None)
+        if getattr(strategy, "value", strategy) == "no" and state.is_world_process_zero:
+            _log.warning(
+                "%s goes by %s of evaluations, and the trainer makes none (eval_strategy='no')", self._owner, self.name
+            )
+
+    def say_if_never_there(self, state: Any, what: str) -> None:
+        """When training ends after some steps: that there was no `what` to look at, and the callback did nothing."""
+        if not self.asked and state.global_step and state.is_world_process_zero:
+            _log.warning("%s has had nothing to go by: there was no %s", self._owner, what)
 
     def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
         """Whether `value` is better `than` another one, by more than `by`. Anything finite is better than None."""

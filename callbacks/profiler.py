@@ -62,6 +62,7 @@ class PerformanceProfilerCallback(Callback):
 
     # Before all others in each event: what they take is what comes after.
     priority = Priority.FIRST
+    may_run_async = False
 
     def __init__(
         self,

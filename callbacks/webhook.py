@@ -151,12 +151,13 @@ class Webhook:
         if thread.is_alive():
             self._stop.set()
             with self._changed:
-                left = len(self._jobs) + self._is_busy
+                left = len(self._jobs)
                 self.lost += len(self._jobs)
                 self._jobs.clear()
-            _log.warning("%d message(s) for %s could not be sent in %.0f s", left, self.host, timeout_s)
-            # A wait between two tries ends at once, a request may not.
+            # A wait between two tries ends at once, and that message is said to be lost there; a request may go on.
             thread.join(max(0.0, min(0.2, until - time.monotonic() + 0.2)))
+            if unsent := left + thread.is_alive():
+                _log.warning("%d message(s) for %s could not be sent in %.0f s", unsent, self.host, timeout_s)
         self._thread = None
         return not self.lost
 
@@ -185,7 +186,7 @@ class Webhook:
         except Exception as error:  # noqa: BLE001 - the thread has to live for the next message
             self.lost += 1
             if not self._is_failing:
-                _log.warning("a message to %s was not sent, and training goes on: %s", self.host, error)
+                _log.warning("a message to %s was not sent: %s", self.host, error)
             self._is_failing = True
 
     def _try(self, body: bytes) -> None:

@@ -32,6 +32,8 @@ from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.core.errors import ConfigError
 
 NAME = "ckptmgr"
+# On the trainer that has the configuration's callbacks.
+_CONFIGURED = "_ckptmgr_configured"
 CONFIG_ENV, CONFIG = "CKPTMGR_CONFIG", "ckptmgr.yaml"
 
 
@@ -41,7 +43,7 @@ def register() -> None:
 
     for name in BUILT_IN:
         # Saving needs a run, and so the configuration.
-        callbacks_map[name] = _maker(configured if name == "SaveModelCallback" else partial(_with_defaults, name))
+        callbacks_map[name] = _maker(_saving if name == "SaveModelCallback" else partial(_with_defaults, name))
     callbacks_map[NAME] = _maker(configured)
 
 
@@ -62,6 +64,13 @@ def configured() -> CallbackManager:
     return CallbackManager.from_config(named or CONFIG)
 
 
+def _saving() -> CallbackManager:
+    made = configured()
+    if made.manager is None:
+        raise ConfigError("SaveModelCallback needs a run to save to", hint="set CKPTMGR_RUN to its URL, or add `run:`")
+    return made
+
+
 def _with_defaults(name: str) -> Any:
     return built_in(name)()
 
@@ -74,6 +83,7 @@ def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
         try:
             made = make()
             if isinstance(made, CallbackManager):
+                _refuse_second(trainer)
                 _refuse_flash(made, args)
                 _keep_watched(trainer)
             return made
@@ -84,6 +94,16 @@ def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
             raise SystemExit(error.exit_code) from None
 
     return callback
+
+
+def _refuse_second(trainer: Any) -> None:
+    if getattr(trainer, _CONFIGURED, False):
+        raise ConfigError(
+            f"--callbacks names {NAME} twice: SaveModelCallback is the same configuration",
+            hint=f"leave {NAME} alone there: it saves, too",
+        )
+    if trainer is not None:
+        setattr(trainer, _CONFIGURED, True)
 
 
 def _refuse_flash(callbacks: CallbackManager, args: Any) -> None:

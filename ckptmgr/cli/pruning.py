@@ -196,7 +196,7 @@ def _seconds(text: str) -> float:
     from ckptmgr.core.errors import ConfigError
     from ckptmgr.core.units import parse_duration
 
-    seconds = None if text[-1:].isdecimal() else parse_duration(text)
+    seconds = parse_duration(text)
     if seconds is None:
         raise ConfigError(f"--keep-within {text!r} is not a time", hint="give for instance 12h, 7d or 2w")
     return seconds

@@ -46,7 +46,10 @@ def parse_size(text: str) -> int | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """The seconds that `text` stands for: `90`, `120s`, `2min`, `2m`, `1.5h`, `7d`, `2w`; None if it is no length of time."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w|)\s*", text)
-    lengths = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+    """The seconds that `text` stands for: `120s`, `2min`, `2m`, `1.5h`, `7d`, `2w`; None if it is no length of time.
+
+    A number without a unit is none: days may be meant, and what is older than so many seconds be removed.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*", text)
+    lengths = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
     return None if match is None else float(match.group(1)) * lengths[match.group(2)]

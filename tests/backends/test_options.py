@@ -114,10 +114,19 @@ def test_sizes(text: str, size: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("120s", 120), ("2m", 120), ("2min", 120), ("1.5h", 5400), ("7d", 604800), ("soon", None), ("", None)],
+    [
+        ("90", None),
+        ("120s", 120),
+        ("2m", 120),
+        ("2min", 120),
+        ("1.5h", 5400),
+        ("7d", 604800),
+        ("soon", None),
+        ("", None),
+    ],
 )
 def test_durations(text: str, seconds: float | None) -> None:
-    """A number with or without a unit; what is no length of time is None."""
+    """A number with a unit; what is no length of time is None. "7" of a retention in days is not seven seconds."""
     assert parse_duration(text) == seconds
 
 

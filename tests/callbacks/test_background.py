@@ -11,8 +11,13 @@ import pytest
 
 from ckptmgr.callbacks.background import Background
 from ckptmgr.callbacks.base import Callback, TrainerControl, TrainerState
+from ckptmgr.callbacks.dpo_accuracy import DPOAccuracyCallback
+from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
+from ckptmgr.callbacks.gradient_clip import GradientClipCallback
 from ckptmgr.callbacks.isolation import Failures
+from ckptmgr.callbacks.loss_monitor import LossMonitorCallback
 from ckptmgr.callbacks.manager import CallbackManager
+from ckptmgr.callbacks.profiler import PerformanceProfilerCallback
 from ckptmgr.core.errors import ConfigError
 
 DEADLINE_S = 60.0
@@ -192,3 +197,25 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         tick.wait(0.01)
     raise AssertionError("it never came so far")
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        EarlyStoppingCallback(),
+        GradientClipCallback(1.0),
+        PerformanceProfilerCallback(),
+        LossMonitorCallback(on_spike="save"),
+        DPOAccuracyCallback(stop=True),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_one_that_acts_or_measures_is_refused(callback: Any) -> None:
+    """It would say that training ends, and it would not."""
+    with pytest.raises(ConfigError, match="acts on the training, or measures it, and cannot run beside the training"):
+        CallbackManager().add(callback, run_async=True)
+
+
+@pytest.mark.parametrize("callback", [LossMonitorCallback(), DPOAccuracyCallback()])
+def test_one_that_only_watches_is_not(callback: Any) -> None:
+    CallbackManager().add(callback, run_async=True)

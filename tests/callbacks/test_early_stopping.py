@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.callbacks.base import Callback, Priority, TrainerControl, TrainerState
 from ckptmgr.callbacks.early_stopping import EarlyStoppingCallback
+from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.trainer import Trainer, TrainingArguments
 
@@ -274,3 +275,40 @@ def test_it_says_nothing_on_other_ranks(caplog: pytest.LogCaptureFixture) -> Non
         callback.on_evaluate(None, state, control, metrics={})  # type: ignore[arg-type]
     assert control.should_training_stop
     assert caplog.records == []
+
+
+def test_a_preemption_beside_it_leaves_the_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """Hugging Face's control does not tell of it."""
+    notified = SimpleNamespace(on_step_end=None, preemption=SimpleNamespace(notice=None))
+    callback, model = EarlyStoppingCallback(restore_best=True), torch.nn.Linear(1, 1)
+    manager = CallbackManager([notified, callback])
+    control = TrainerControl()
+
+    def call(event: str, step: int, **arguments: Any) -> None:
+        manager.call(event, args=None, state=TrainerState(global_step=step), control=control, model=model, **arguments)
+
+    call("on_evaluate", 1, metrics={"eval_loss": 1.0})
+    with torch.no_grad():
+        model.weight.add_(1)
+    newest = model.weight.detach().clone()
+    notified.preemption.notice = object()
+    call("on_train_end", 2)
+    assert torch.equal(model.weight, newest)
+    assert "the model has the weights" not in caplog.text
+
+
+def test_a_training_without_evaluations_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """At its beginning where that is known, else at its end."""
+    callback = EarlyStoppingCallback()
+    for strategy in ("no", "steps"):
+        args = SimpleNamespace(eval_strategy=SimpleNamespace(value=strategy))
+        callback.on_train_begin(args, TrainerState(), TrainerControl())
+    callback.on_train_end(None, TrainerState(global_step=3), TrainerControl())
+    EarlyStoppingCallback("score", mode="max", source="log").on_train_end(
+        None, TrainerState(global_step=3), TrainerControl()
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "EarlyStoppingCallback goes by eval_loss of evaluations, and the trainer makes none (eval_strategy='no')",
+        "EarlyStoppingCallback has had nothing to go by: there was no evaluation",
+        "EarlyStoppingCallback has had nothing to go by: there was no log with 'score'",
+    ]

@@ -67,10 +67,11 @@ def test_true_gradients_are_clipped_once_per_step(caplog: pytest.LogCaptureFixtu
     assert said(caplog, logging.INFO) == ["step 5: gradient norm inf; 1 of the last 5 were clipped"]
 
 
-def test_by_value() -> None:
+def test_by_value(caplog: pytest.LogCaptureFixture) -> None:
     callback = GradientClipCallback(max_value=0.5)
     assert train(callback, [0.25, -2.0, math.inf, math.nan])[:3] == [0.25, 0.5, math.inf]
     assert (callback.steps, callback.nonfinite) == (4, 2)
+    assert said(caplog, logging.INFO) == ["step 4: gradient norm nan; elements are limited to 0.5"]
 
 
 @pytest.mark.parametrize("hand_over", ["scaler", "optimizer"])

@@ -283,9 +283,33 @@ def test_a_host_that_hides_what_is_to_be_acted_on_is_named(
     actions: Any, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = SimpleNamespace(logging_nan_inf_filter=True)
-    LossMonitorCallback(on_nonfinite=actions).on_train_begin(args, TrainerState(), TrainerControl())
-    assert len(said(caplog)) == lines
-    assert all("set logging_nan_inf_filter=False" in line for line in said(caplog))
+    for callback, optimizer in (
+        (LossMonitorCallback(on_nonfinite=actions, gradients=False), None),
+        (LossMonitorCallback(on_nonfinite=actions), SimpleNamespace(scaler=object())),
+    ):
+        caplog.clear()
+        callback.on_train_begin(args, TrainerState(), TrainerControl(), optimizer=optimizer)
+        assert len(said(caplog)) == lines
+        assert all("set logging_nan_inf_filter=False" in line for line in said(caplog))
+
+
+@pytest.mark.parametrize("scaler", [None, object()])
+def test_a_norm_that_is_not_finite_stands_for_the_loss_that_a_host_hides(
+    scaler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hugging Face's Trainer logs 0 for a loss that is NaN from the first step on; a scaler makes such norms by itself."""
+    callback, control = LossMonitorCallback(1, on_nonfinite="stop"), TrainerControl()
+    args, state = SimpleNamespace(logging_nan_inf_filter=True, output_dir="out"), TrainerState()
+    callback.on_train_begin(args, state, control, optimizer=SimpleNamespace(scaler=scaler))
+    assert said(caplog) == [] or scaler
+    for logs in ({"loss": 2.0, "grad_norm": 1.0}, {"loss": 0.0, "grad_norm": math.nan}):
+        state.global_step += 1
+        callback.on_log(args, state, control, logs=logs)
+    if scaler is None:
+        assert (control.should_training_stop, callback.mean, kinds(callback)) == (True, 2, [("nonfinite", 2)])
+        assert said(caplog) == ["step 2: the gradient's norm is nan; training ends"]
+    else:
+        assert (control.should_training_stop, callback.mean, kinds(callback)) == (False, 1, [("explosion", 2)])
 
 
 def test_no_loss_at_all_is_said(caplog: pytest.LogCaptureFixture) -> None:

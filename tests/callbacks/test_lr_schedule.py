@@ -266,3 +266,10 @@ def test_arguments_are_looked_at(options: dict[str, Any]) -> None:
         LRSchedulerCallback(**options)
     assert "LRSchedulerCallback: " in str(caught.value)
     assert caught.value.hint
+
+
+def test_two_are_refused() -> None:
+    """The second would overrule the first at each step."""
+    manager = CallbackManager([LRSchedulerCallback()])
+    with pytest.raises(ConfigError, match="two LRSchedulerCallbacks"):
+        manager.add(LRSchedulerCallback("linear"))

@@ -131,6 +131,28 @@ def test_it_is_said_once(make: Make, capsys: pytest.CaptureFixture[str], monkeyp
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("second", ["ckptmgr", "SaveModelCallback"])
+def test_the_configuration_is_named_once(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], second: str
+) -> None:
+    """Else each of its callbacks would be there twice."""
+    (tmp_path / "ckptmgr.yaml").write_text(f"run: {tmp_path}/store/run")
+    trainer = SimpleNamespace()
+    make("ckptmgr", trainer=trainer)
+    with pytest.raises(SystemExit):
+        make(second, trainer=trainer)
+    assert "--callbacks names ckptmgr twice" in capsys.readouterr().err
+    make(second, trainer=SimpleNamespace())
+
+
+def test_saving_needs_a_run(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its own name it would else do nothing."""
+    (tmp_path / "ckptmgr.yaml").write_text("callbacks: [LossMonitorCallback]")
+    with pytest.raises(SystemExit):
+        make("SaveModelCallback")
+    assert "SaveModelCallback needs a run to save to" in capsys.readouterr().err
+
+
 def test_flash_checkpoints_are_refused(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
