@@ -11,7 +11,9 @@ Facts of transformers 5.19 and 5.24 with accelerate 1.15 that this goes by:
 
 What is missing is kept in the `trainer_state.json`: the random states at the epoch's start, right before the batch in hand was loaded, and at the save;
 the states of the loader's own generators at the epoch's start, from where all that it draws is drawn again, or after its end; and the state of an iterable
-dataset that has one (`state_dict`, as those of the `datasets` library) before the batch in hand, with which it need not be run through.
+dataset that has one (`state_dict`, as those of the `datasets` library) before the batch in hand, with which it need not be run through. Each rank's, but
+not for an iterable dataset of several ranks: one rank loads the batches of all, or each loads all and drops what is others', which are not the batches
+that are counted here.
 """
 
 from __future__ import annotations
@@ -19,17 +21,45 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
 from ckptmgr.callbacks.huggingface_rng import CpuRng, own_states, set_own_states
 from ckptmgr.training.dataset_facts import length_of
-from ckptmgr.training.ranks import is_main_process, world_size
+from ckptmgr.training.ranks import rank, world_size
 
 _log = logging.getLogger(__name__)
 VERSION = 1
 _OVER = {"why": "the epoch ended"}
+
+
+# What holds on the rank that has told it.
+_OF_A_RANK = frozenset({"next", "epoch_rng", "epoch_own", "edge_rng", "edge_own", "load_rng", "dataset_state"})
+
+
+def of_all_ranks(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The documents of all ranks as one, which is that of rank 0 with what is not the same on the others."""
+    first, *others = documents
+    return {
+        **first,
+        "ranks": [
+            {name: each.get(name) for name in _OF_A_RANK if each.get(name) != first.get(name)} for each in others
+        ],
+    }
+
+
+def of_this_rank(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What `of_all_ranks` was given for this rank. Of another number of ranks only what holds for all."""
+    others = [{}, *document.get("ranks", ())]
+    if len(others) == world_size():
+        told = {**document, **others[rank()]}
+        return {name: value for name, value in told.items() if value is not None}
+    common = {name: value for name, value in document.items() if name not in _OF_A_RANK}
+    if "next" in document:
+        known = rank() == 0 or document["next"] == _OVER
+        common["next"] = document["next"] if known else {"why": "the checkpoint tells the main process's batch"}
+    return common
 
 
 class TrainingData:
@@ -50,6 +80,8 @@ class TrainingData:
     def __init__(self, loader: Any, args: Any, *, step: int, saved: Mapping[str, Any] | None) -> None:
         self._base: Any = getattr(loader, "base_dataloader", loader)
         self._watch = LoaderWatch(loader)
+        # Whether this rank's loader makes the batches that it trains on, one by one.
+        self._has_states = self._watch.by_samples or world_size() == 1
         self._length = length_of(loader)
         self._epoch, self._skipped = _place(self._length, args, step)
         self._begins = True
@@ -143,7 +175,7 @@ class TrainingData:
             "batches": used,
             "next": _OVER if over else self._watch.next_batch(),
         }
-        if world_size() == 1:
+        if self._has_states:
             document["edge_rng"] = CpuRng.now().as_document()
             if over:
                 document["edge_own"] = own_states(self._base)
@@ -178,8 +210,7 @@ class TrainingData:
         return self._saved.get("next") == _OVER
 
     def _begin_epoch(self) -> None:
-        # Of other ranks nothing is known that could be saved here.
-        self._epoch_rng = CpuRng.now() if world_size() == 1 else None
+        self._epoch_rng = CpuRng.now() if self._has_states else None
         self._epoch_own = own_states(self._base)
         self._watch.begin_epoch(0)
 
@@ -211,15 +242,13 @@ class TrainingData:
             self._saved = saved
         expected = saved.get("next")
         if self._skipped and isinstance(expected, Mapping):
-            # Each rank has batches of its own.
-            self._expected = expected if is_main_process() else None
-            self.proof = self.proof if is_main_process() else "none: the checkpoint tells the main process's batch"
+            self._expected = expected
         else:
             self.proof = "none: the epoch ended with the checkpoint"
 
     def _set_own(self, name: str) -> None:
         """Set the loader's own generators to what they were at the start of the epoch that begins, and note that."""
-        states = self._saved.get(name, []) if world_size() == 1 else []
+        states = self._saved.get(name, []) if self._has_states else []
         if not states:
             self._epoch_own = own_states(self._base)
             return
@@ -233,7 +262,7 @@ class TrainingData:
 
     def _rng_in(self, name: str) -> CpuRng | None:
         document = self._saved.get(name)
-        if document is None or world_size() > 1:
+        if document is None or not self._has_states:
             return None
         try:
             return CpuRng.of_document(document)

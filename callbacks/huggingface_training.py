@@ -6,16 +6,18 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.callbacks import huggingface
-from ckptmgr.callbacks.huggingface_data import TrainingData
+from ckptmgr.callbacks.huggingface_data import TrainingData, of_all_ranks, of_this_rank
 from ckptmgr.callbacks.seams import TakingManager
 from ckptmgr.core.conditions import Conditions, incomparable
 from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.core.policies import Memory
 from ckptmgr.run.conditions import refuse_drift
+from ckptmgr.training.agreeing import on_all_ranks
 from ckptmgr.training.arguments import continues_stopped
 from ckptmgr.training.conditions import compare, log_report, with_drift
 from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
@@ -61,9 +63,8 @@ class Training:
     def _watched(self, step: int) -> TrainingData | None:
         saved = self._saved.get("data")
         try:
-            return TrainingData(
-                self._loader, self._args, step=step, saved=saved if isinstance(saved, Mapping) else None
-            )
+            known = of_this_rank(saved) if isinstance(saved, Mapping) else None
+            return TrainingData(self._loader, self._args, step=step, saved=known)
         except Exception as error:  # noqa: BLE001 - a loader is the user's code, and not knowing it ends no training (I9)
             _log.exception("where in its data the training is will not be saved: %r", error)
             return None
@@ -159,7 +160,7 @@ class Training:
         return []
 
     def keep(self, state: Any, memory: Memory, *, interrupted: bool, at_edge: bool) -> None:
-        """Have the Trainer's next save write what a resume needs.
+        """Have the Trainer's next save write what a resume needs. A collective with several ranks if `at_edge`.
 
         Args:
             interrupted: training ends for a reason that the next start gets over.
@@ -169,7 +170,9 @@ class Training:
             TypeError, ValueError: the memory is not JSON, which would end the training in the Trainer's save.
         """
         if self.data is not None and (at_edge or self._data_document is None):
-            self._data_document = self.data.as_document(state.global_step, at_edge=at_edge)
+            data, step = self.data, state.global_step
+            told = partial(data.as_document, step, at_edge=at_edge)
+            self._data_document = of_all_ranks(on_all_ranks(told)) if at_edge else told()
         entry: dict[str, Any] = {
             "memory": json.loads(json.dumps(dict(memory))),
             "ending": {"step": state.global_step, "max_steps": state.max_steps, "interrupted": interrupted},

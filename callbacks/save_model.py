@@ -410,9 +410,9 @@ class SaveModelCallback(DecidingCallback):
         self._keep(state, at_edge=at_edge or control.should_save)
 
     def _keep(self, state: TrainerState, *, at_edge: bool) -> None:
-        """Put what a resume needs where the host's next save writes it."""
+        """Put what a resume needs where the host's next save writes it. A collective with several ranks if `at_edge`."""
         host = self._host
-        if host is not None and state.is_world_process_zero:
+        if host is not None:
             interrupted = self._stopping.is_interruption or host.output.saves_without_event
             self._guard(
                 "note of what a resume needs",

@@ -428,16 +428,17 @@ def in_two_ranks(
 ) -> Callable[..., list[Any]]:
     """Runs a program as two ranks, processes of their own, and returns what each has in `found` in the end, as JSON.
 
-    The program has `rank`, calls `join()` to set torch.distributed up, and finds what it is given in `sys.argv[1:]`.
+    The program has `rank`, calls `join()` to set torch.distributed up, and finds what it is given in `sys.argv[1:]`. `modules` are what it imports besides.
     """
 
-    def run(program: str, *arguments: object) -> list[Any]:
-        forks = make_forks("torch.distributed", "ckptmgr.callbacks", "ckptmgr.trainer", "ckptmgr.training.manager")
+    def run(program: str, *arguments: object, modules: Sequence[str] = (), deadline_s: float = 100.0) -> list[Any]:
+        ours = ("torch.distributed", "ckptmgr.callbacks", "ckptmgr.trainer", "ckptmgr.training.manager")
+        forks = make_forks(*ours, *modules)
         folder = tmp_path_factory.mktemp("ranks")
         ended = forks.run(
             [(rank, folder / "file", *arguments) for rank in range(2)],
             folder,
-            deadline_s=100.0,
+            deadline_s=deadline_s,
             cwd=Path(__file__).parent,
             program=_RANK + program + _END_OF_RANK,
             env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

@@ -40,14 +40,13 @@ _HOLDING = frozenset({"builtins", "collections", "functools", "itertools", "rand
 
 def holders(loader: Any) -> list[Any]:
     """The loader and everything in it that may own a generator or want the epoch's number, each once, in a fixed order."""
+    found = [loader, getattr(loader, "sampler", None)]
     batch_sampler = getattr(loader, "batch_sampler", None)
-    found = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-    ]
+    # Those of accelerate, for ranks, have another one in them.
+    while batch_sampler is not None and all(batch_sampler is not each for each in found):
+        found += [batch_sampler, getattr(batch_sampler, "sampler", None)]
+        batch_sampler = getattr(batch_sampler, "batch_sampler", None)
+    found.append(getattr(loader, "dataset", None))
     return list({id(holder): holder for holder in found if holder is not None}.values())
 
 

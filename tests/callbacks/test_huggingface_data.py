@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ckptmgr.callbacks import huggingface
-from ckptmgr.callbacks.huggingface_data import TrainingData
+from ckptmgr.callbacks.huggingface_data import TrainingData, of_all_ranks, of_this_rank
 from ckptmgr.callbacks.huggingface_loader import ANEW, LoaderWatch
 from ckptmgr.callbacks.huggingface_rng import CpuRng
 
@@ -365,3 +365,34 @@ def test_the_parts_of_a_checkpoint(paths: list[str], missing: list[str]) -> None
     parts = huggingface.parts_of(paths, SimpleNamespace(scaler=None))
     assert [name for name, there in parts.items() if not there] == missing
     assert huggingface.parts_of(paths, SimpleNamespace(scaler=object())).keys() - parts.keys() == {"scaler"}
+
+
+class TestRanks:
+    """Each has its own document, and rank 0's file has all of them."""
+
+    DOCUMENTS = (
+        {"version": 1, "batches": 2, "next": {"samples": "a"}, "edge_rng": "same", "epoch_own": ["x"]},
+        {"version": 1, "batches": 2, "next": {"samples": "b"}, "edge_rng": "same", "load_rng": "mine", "epoch_own": []},
+    )
+
+    def told(self, monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> dict[str, Any]:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        kept: dict[str, Any] = json.loads(json.dumps(of_all_ranks(self.DOCUMENTS)))
+        # What all have alike is there once.
+        assert kept["ranks"] == [{"next": {"samples": "b"}, "load_rng": "mine", "epoch_own": []}]
+        return {name: value for name, value in of_this_rank(kept).items() if name != "ranks"}
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_each_gets_its_own(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+        assert self.told(monkeypatch, rank, 2) == self.DOCUMENTS[rank]
+
+    @pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 3), (2, 3)])
+    def test_another_number_of_ranks(self, monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
+        """Only the place; and the batch that comes next on rank 0."""
+        found = self.told(monkeypatch, rank, world)
+        assert {"version": 1, "batches": 2}.items() <= found.items()
+        assert found.keys() == {"version", "batches", "next"}
+        assert found["next"] == (
+            {"samples": "a"} if rank == 0 else {"why": "the checkpoint tells the main process's batch"}
+        )

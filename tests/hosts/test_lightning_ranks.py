@@ -103,7 +103,7 @@ def _needs_transformers() -> None:
 @pytest.fixture(scope="module")
 def found(in_two_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw in each training."""
-    return in_two_ranks(RANKS, tmp_path_factory.mktemp("trainings"))
+    return in_two_ranks(RANKS, tmp_path_factory.mktemp("trainings"), deadline_s=500.0)
 
 
 def test_interrupted_and_resumed_is_as_uninterrupted(found: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 HERE = Path(__file__).parent
 SFT = (sys.executable, "-m", "swift.cli.sft")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 CONFIG = """
 save: {every_n_steps: 5}
 keep: {last: 10}
@@ -61,7 +62,14 @@ def start(launch: Start, assets: Path, plugin: str, tmp_path: Path) -> Start:
     (tmp_path / "ckptmgr.yaml").write_text(CONFIG)
     number = [0]
 
-    def run(name: str, *options: object, ours: bool = True, before: tuple[object, ...] = (), **env: str) -> Any:
+    def run(
+        name: str,
+        *options: object,
+        ours: bool = True,
+        before: tuple[object, ...] = (),
+        sft: tuple[object, ...] = SFT,
+        **env: str,
+    ) -> Any:
         number[0] += 1
         journal, out = tmp_path / f"journal-{number[0]}", tmp_path / name
         own = {
@@ -108,7 +116,7 @@ def start(launch: Start, assets: Path, plugin: str, tmp_path: Path) -> Start:
         plugins = [HERE / "swift_journal.py", *([plugin] if ours else [])]
         command = [
             *before,
-            *SFT,
+            *sft,
             *words,
             "--external_plugins",
             *plugins,
@@ -150,6 +158,28 @@ def test_killed_and_resumed(make_store: Callable[[str], Store], tmp_path: Path, 
     assert {name for name in whole.facts if int(name.split()[0]) > 10} <= second.facts.keys()
     assert saved(url)[20] == ("every_n_steps:5", "train_end")
     assert len((tmp_path / "logs/log.jsonl").read_text().splitlines()) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGTERM"])
+def test_two_ranks(make_store: Callable[[str], Store], tmp_path: Path, start: Start, signal_name: str) -> None:
+    """Under torchrun, on gloo: rank 0 is signalled, both end, and the resumed run is exact."""
+    url = f"{make_store('local').url}/run"
+    sft = (SFT[0], *TORCHRUN, *SFT[1:])
+    before = (sys.executable, "-m", "ckptmgr.cli.main", "resume", url, "--or-start", "--")
+    resume = ("--resume_from_checkpoint", "{}")
+    both = {"before": before, "sft": sft, "CKPTMGR_RUN": url, "CKPTMGR_LOCAL_DIR": str(tmp_path / "disk")}
+    whole = start("whole", ours=False, sft=sft)
+    assert (whole.code, whole.steps) == (0, list(range(1, 21))), whole.log
+    first = start("out", *resume, **both, SEND=signal_name, WHEN="13")
+    last = 10 if signal_name == "SIGKILL" else 13
+    assert first.code != 0
+    assert max(saved(url)) == last, first.log
+    second = start("out-2", *resume, **both)
+    assert (second.code, second.steps) == (0, list(range(last + 1, 21))), second.log
+    differing = {name: value for name, value in second.facts.items() if whole.facts.get(name) != value}
+    assert differing == {}
+    assert "not restored" not in second.log
 
 
 def test_ended_by_a_callback(make_store: Callable[[str], Store], tmp_path: Path, start: Start) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptmgr.training.first_batch import Undigestible, digest
-from ckptmgr.training.random_sources import hidden_source
+from ckptmgr.training.random_sources import generators, hidden_source
 
 SOURCE = np.random.default_rng(1)
 
@@ -124,3 +124,18 @@ def test_the_global_generators_are_not_hidden(thing: Any) -> None:
 def test_a_known_generator_is_not_hidden() -> None:
     known = torch.Generator()
     assert hidden_source([Holding(known)], [known]) is None
+
+
+def test_a_generator_within_batch_samplers_of_batch_samplers() -> None:
+    """As accelerate has them with several ranks."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    own = torch.Generator()
+
+    class OfARank(BatchSampler):
+        def __init__(self, inner: BatchSampler) -> None:
+            self.batch_sampler = inner
+
+    rows: Any = list(range(4))
+    sampler = OfARank(BatchSampler(RandomSampler(rows, generator=own), 2, drop_last=False))
+    assert generators(DataLoader(rows, batch_sampler=OfARank(sampler))) == [own]
