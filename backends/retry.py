@@ -277,6 +277,10 @@ class RetryingBackend(WrappedBackend):
         return self.retrier.retries
 
     def _around(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        if not self.capabilities.is_local:
-            check_unicode(path)
-        return self.retrier(f"{self.kind} {verb} {path}", call)
+        def checked() -> T:
+            # Within the tries: what it can do may be known only after a source of credentials was asked, which fails like a store.
+            if not self.capabilities.is_local:
+                check_unicode(path)
+            return call()
+
+        return self.retrier(f"{self.kind} {verb} {path}", checked)

@@ -30,7 +30,7 @@ from ckptmgr.backends.s3answers import distrust
 from ckptmgr.backends.s3data import DataCalls, ElsewhereError
 from ckptmgr.backends.s3errors import EXPIRED, code_of, s3_errors
 from ckptmgr.backends.s3place import Place, endpoint_of
-from ckptmgr.core.errors import BackendError, ConfigError
+from ckptmgr.core.errors import BackendError, CkptmgrError, ConfigError
 
 # What stores say to checksum headers that they do not know. Google's interop signs them and then finds its own signature wrong.
 _NO_CHECKSUMS = {
@@ -337,7 +337,13 @@ def _opening() -> Iterator[None]:
     """Errors of reading the user's settings, translated."""
     try:
         with s3_errors("open", "", "the configured endpoint"):
-            yield
+            try:
+                yield
+            except OSError as error:
+                if isinstance(error, CkptmgrError):
+                    raise
+                hint = "check ~/.aws, and the programs and files that it names"
+                raise ConfigError(f"cannot open S3: {error}", hint=hint) from error
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise

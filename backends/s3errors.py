@@ -191,7 +191,12 @@ _LOCAL: tuple[tuple[tuple[type[Exception], ...], type[CkptmgrError], str, str], 
     ((bc.NoRegionError,), ConfigError, "no region is set", _REGION_HINT),
     ((bc.ParamValidationError,), ConfigError, "{error}", "check the URL"),
     # The instance's metadata service or a login provider may answer the next time.
-    ((bc.CredentialRetrievalError, bc.MetadataRetrievalError), TransientBackendError, "no credentials: {error}", ""),
+    (
+        (bc.CredentialRetrievalError, bc.MetadataRetrievalError),
+        TransientBackendError,
+        "no credentials: {error}",
+        "check where they come from: AWS_PROFILE, ~/.aws, or the role of this machine",
+    ),
     (
         (http.StalledError, bc.ConnectTimeoutError, bc.ReadTimeoutError),
         BackendTimeoutError,

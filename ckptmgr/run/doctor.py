@@ -75,8 +75,10 @@ def examine(question: Question) -> Iterator[Verdict]:
     options = StoreOptions.from_env()
     fs, root = open_store(question.url, policy=_POLICY, options=options)
     yield surroundings.versions(fs.kind)
-    yield from surroundings.lasting(fs)
     connection = yield from surroundings.connected(fs)
+    if connection is None:
+        return
+    yield from surroundings.lasting(fs)
     yield from surroundings.greeted(fs.kind, connection)
     doctor = _Doctor(question, fs, root, options, connection)
     try:

@@ -48,13 +48,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def connected(fs: Backend) -> Generator[Verdict, None, Connection]:
-    """Yields what is known without asking the store; returns how it is reached."""
+def connected(fs: Backend) -> Generator[Verdict, None, Connection | None]:
+    """Yields what is known without asking the store; returns how it is reached, None if there is no way."""
     try:
         connection = fs.connection()
     except BackendError as error:
         yield Verdict(check="credentials", level="problem", text=error.message, advice=error.hint)
-        return Connection()
+        return None
     if connection.endpoint is None:
         return connection
     yield _credentials(fs.kind, connection)

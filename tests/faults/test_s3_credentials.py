@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.testing.awscredentials import SOURCES, AwsCredentialServer, Source
 from ckptmgr.testing.faults import Fault
+from ckptmgr.testing.outcomes import refused
 from ckptmgr.transfer.messages import Task
 from ckptmgr.transfer.tidying import Retention
 from ckptmgr.transfer.uploader import Uploader
@@ -239,6 +241,56 @@ def test_a_source_that_is_away_for_a_while(
     with pytest.raises(TransientBackendError, match=re.escape(source.url)):
         _backend("auto").pipe_file(f"{store.bucket}/k", b"x")
     assert store.server.log == []
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Takes the static keys away, and has a program of the profile hand out credentials: a shell's command line."""
+
+    def program(command: str) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        (tmp_path / "config").write_text(f"[default]\ncredential_process = {command}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+
+    return program
+
+
+def test_a_source_that_fails_once(
+    make_store: Callable[[str], Store], program: Callable[[str], None], tmp_path: Path, cli_here: Callable[..., Any]
+) -> None:
+    """Is asked again, as a store is, from the very first request on."""
+    store: Any = make_store("moto")
+    identity = store.server.identities[0]
+    keys = {"Version": 1, "AccessKeyId": identity.access_key, "SecretAccessKey": identity.secret_key}
+    script = tmp_path / "hand-out"
+    script.write_text(f"#!/bin/sh\nmkdir {tmp_path}/asked && exit 3\necho '{json.dumps(keys)}'\n")
+    script.chmod(0o755)
+    program(str(script))
+    done = cli_here("ls", f"{store.url}/run")
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "asked").is_dir()
+
+
+def test_a_source_that_cannot_be_asked(
+    make_store: Callable[[str], Store], program: Callable[[str], None], tmp_path: Path, cli_here: Callable[..., Any]
+) -> None:
+    """A program that is not there is a mistake of the configuration, and is not called a broken connection."""
+    store: Any = make_store("moto")
+    program(str(tmp_path / "nothing"))
+    refused(cli_here("ls", f"{store.url}/run"), 2, str(tmp_path / "nothing"), "~/.aws")
+
+
+def test_the_doctor_and_a_source_that_fails(
+    make_store: Callable[[str], Store], program: Callable[[str], None], cli_here: Callable[..., Any]
+) -> None:
+    """Is a verdict on credentials, the last one."""
+    store: Any = make_store("moto")
+    program("false")
+    done = cli_here("doctor", store.url, "--json")
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert (done.returncode, [verdict["check"] for verdict in verdicts]) == (4, ["versions", "credentials"])
+    assert (verdicts[1]["level"], "~/.aws" in verdicts[1]["advice"]) == ("problem", True)
 
 
 def test_a_source_that_hands_out_expired_ones(
