@@ -148,6 +148,7 @@ class Callback:
         stop_is_final: whether a training that this callback ended (`should_training_stop`) is over, and stays over when it is resumed. False: it was
             ended for a reason that a restart gets over, such as a limit of time.
         may_run_async: whether it only watches, so that it may run beside the training (`run_async`).
+        sets_learning_rates: whether it does; a resume then does not name the rates of the checkpoint as unlike those of the program.
     """
 
     priority: int = Priority.NORMAL
@@ -155,6 +156,7 @@ class Callback:
     name: str = ""
     stop_is_final: bool = True
     may_run_async: bool = True
+    sets_learning_rates: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Hosts that call hooks by position, as Hugging Face's Trainer does, reach hooks that name only what they need, too."""

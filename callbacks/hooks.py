@@ -30,11 +30,17 @@ def check_hooks(callback: Any) -> None:
     """Refuse what could never be called.
 
     Raises:
-        ConfigError: `callback` has no hook at all, or is critical for what is no event.
+        ConfigError: `callback` has no hook at all, or one that is a coroutine, or is critical for what is no event.
     """
     names = _hooks_of(callback)
     if not names:
         raise ConfigError(f"{callback!r} has no on_… method", hint="derive from Callback, or name the hooks as it does")
+    for name in names:
+        if inspect.iscoroutinefunction(inspect.unwrap(getattr(callback, name))):
+            raise ConfigError(
+                f"{name_of(callback)}.{name} is `async def`, and nobody would await it",
+                hint="make it a plain `def`; run_async runs a callback beside the training",
+            )
     critical = getattr(callback, "critical", False)
     if isinstance(critical, (set, frozenset)):
         for name in sorted(critical - _KNOWN - set(names)):

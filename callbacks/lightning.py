@@ -13,6 +13,7 @@ import logging
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         self._step = -1
         self._evaluation_owed = False
         self._is_asked = False
+        self._is_over_budget = False
+        self._saving_s = 0.0
         # Micro-batches of the step under way, and the metrics of evaluations between them.
         self._begun = 0
         self._evaluated: list[dict[str, float]] = []
@@ -117,6 +120,16 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
     @property
     def proof(self) -> str:
         return self._data.proof
+
+    @property
+    def ended_for_now(self) -> bool:
+        """Whether this has ended the training: it does by its `FailureBudget` only, which a restart gets over."""
+        return self._is_over_budget
+
+    @property
+    def saving_s(self) -> float:
+        """Seconds that saves have stopped training for."""
+        return self._saving_s
 
     @classmethod
     def like(cls, saving: SaveModelCallback) -> LightningCallback:
@@ -180,6 +193,7 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         state = self._state(trainer)
         self._engine.on_train_begin(None, state, self._for_engine(_Control()), resume_from=path, model=pl_module)
         self._step, self._begun, self._evaluated = trainer.global_step, 0, []
+        self._is_over_budget = False
         self._continuation.go_on(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -273,14 +287,16 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
             control.should_training_stop = asked or self._engine._stopping.is_decided
         if control.should_save or self._is_asked:
             control.should_save = self._is_asked = False
+            began = time.perf_counter()
             self._save(trainer, state)
+            self._saving_s += time.perf_counter() - began
         self._heed(trainer)
         if self._engine._stopping.is_decided:
             self.on_train_end(trainer, trainer.lightning_module)
 
     def _heed(self, trainer: Any) -> None:
         if self._control.should_training_stop and not self._engine._stopping.is_decided:
-            trainer.should_stop = True
+            self._is_over_budget = trainer.should_stop = True
 
     def _save(self, trainer: Any, state: TrainerState) -> None:
         step = trainer.global_step

@@ -61,11 +61,15 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
     `on_train_end` comes once, after an exception as well. `should_training_stop` ends the training after the step under way, as Lightning's own
     `should_stop` does; `should_save` asks the `LightningCallback`; other flags have no effect, which is said once.
 
-    The states of the callbacks are in every checkpoint that Lightning writes.
+    The states of the callbacks are in every checkpoint that Lightning writes. Several of these may be in one Trainer, such as those of a file and
+    your own; of a checkpoint each gets the state of the one at its place.
 
     Args:
         callbacks: callbacks, or a `CallbackManager`.
         options: of `CallbackManager`.
+
+    Attributes:
+        ended_for_now: whether one of them has ended the training for a reason that a restart gets over (`Callback.stop_is_final`).
 
     Raises:
         ConfigError: a `SaveModelCallback` is among them: Lightning's files are saved by a `LightningCallback`.
@@ -83,10 +87,13 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
                 hint="give the Trainer LightningCallback(manager) beside this, or lightning_callbacks('ckptmgr.yaml'), which does both",
             )
         self.callbacks = callbacks
+        self.ended_for_now = False
+        self._number = 1
         self._state = TrainerState()
         self._control = TrainerControl()
         self._step = 0
         self._begins_step = True
+        self._is_batch_over = False
         self._is_training = False
         self._said: set[str] = set()
         self._of_evaluations: set[str] = set()
@@ -95,11 +102,13 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
     # --- Lightning's hooks ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._number = 1 + [each for each in trainer.callbacks if isinstance(each, LightningCallbacks)].index(self)
         if stage == "fit":
             self._call("on_init_end", trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step, self._begins_step, self._is_training = trainer.global_step, True, True
+        self.ended_for_now = self._is_batch_over = False
         self._control = TrainerControl()
         self._call("on_train_begin", trainer, resume_from=trainer.ckpt_path)
 
@@ -107,6 +116,7 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
         self._call("on_epoch_begin", trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._is_batch_over = False
         if self._begins_step:
             self._begins_step = False
             self._call("on_step_begin", trainer, batch=batch)
@@ -115,6 +125,7 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
         self._call("on_pre_optimizer_step", trainer, optimizer=optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._is_batch_over = True
         if trainer.global_step == self._step:
             self._call("on_substep_end", trainer, batch=batch, outputs=outputs)
             return
@@ -145,7 +156,7 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
             self._call("on_evaluate", trainer, metrics=facts.numbers(trainer.callback_metrics))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._call("on_epoch_end", trainer, over=True)
+        self._call("on_epoch_end", trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._is_training:
@@ -158,9 +169,17 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._end(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of the callbacks."""
-        return {"callbacks": self.callbacks.state_dict(), "log_history": list(self._state.log_history)}
+    @property
+    def state_key(self) -> str:
+        """Under which name Lightning gives this its state back: known from `setup` on."""
+        return str(self._generate_state_key()) if self._number == 1 else f"{self._generate_state_key()}#{self._number}"
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the states of the callbacks to the others'. Not by `state_dict`: Lightning refuses two of a class that have one before it says who they are."""
+        checkpoint["callbacks"][self.state_key] = {
+            "callbacks": self.callbacks.state_dict(),
+            "log_history": list(self._state.log_history),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take them up; Lightning calls this before training begins."""
@@ -182,8 +201,9 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
         self._state.log_history.append({**entry, "step": self._step})
         self._call("on_log", trainer, logs=entry)
 
-    def _call(self, event: str, trainer: Any, *, over: bool = False, **arguments: Any) -> None:
-        lightning_loops.update_state(self._state, trainer, over=over)
+    def _call(self, event: str, trainer: Any, **arguments: Any) -> None:
+        lightning_loops.update_state(self._state, trainer, over=self._is_batch_over)
+        self.callbacks.host_saving_s = sum(getattr(each, "saving_s", 0.0) for each in trainer.callbacks)
         control = self._control
         control.should_training_stop = bool(trainer.should_stop)
         given = {
@@ -202,6 +222,7 @@ class LightningCallbacks(_Callback):  # type: ignore[misc]
         control = self._control
         if control.should_training_stop != bool(trainer.should_stop):
             trainer.should_stop = control.should_training_stop
+            self.ended_for_now = control.should_training_stop and self.callbacks.stopped_by is None
         if control.should_save:
             control.should_save = False
             savers = [each for each in trainer.callbacks if hasattr(each, "ask_to_save")]

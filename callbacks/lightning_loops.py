@@ -74,7 +74,7 @@ def last_epoch(trainer: Any) -> bool:
 
 
 def stopped_by(trainer: Any) -> str | None:
-    """The callback that has ended this training early; None if none has."""
+    """The callback that has ended this training early, for good; None if none has, or what did is something that a restart gets over."""
     if not trainer.should_stop:
         return None
     # `stopped_epoch` alone does not tell: it is 0 for the first epoch, too.
@@ -85,7 +85,17 @@ def stopped_by(trainer: Any) -> str | None:
         or getattr(each, "wait_count", 0) >= getattr(each, "patience", float("inf"))
     ]
     names += [each.callbacks.stopped_by for each in trainer.callbacks if getattr(each, "dispatches_to_ckptmgr", False)]
-    return next((name for name in names if name), "trainer.should_stop")
+    found = next((name for name in names if name), None)
+    if found is None and any(_ended_for_now(each) for each in trainer.callbacks):
+        return None
+    return found or "trainer.should_stop"
+
+
+def _ended_for_now(callback: Any) -> bool:
+    """Whether it ended the training for a reason that a restart gets over: as one of ours says, or by Lightning's limit of time (`max_time`)."""
+    remaining = getattr(callback, "time_remaining", None)
+    left = remaining() if callable(remaining) else None
+    return bool(getattr(callback, "ended_for_now", False) or (left is not None and left <= 0))
 
 
 def metrics_of(trainer: Any) -> dict[str, Any]:

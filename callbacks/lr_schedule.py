@@ -59,6 +59,7 @@ class LRSchedulerCallback(AloneCallback):
     """
 
     critical = frozenset({"on_train_begin"})
+    sets_learning_rates = True
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class CallbackManager(Callback):
     Attributes:
         stopped_by: the callback that has set `should_training_stop`, if that is final (`Callback.stop_is_final`); None when nobody has, or when it was
             taken back. `state.stopped` is set to the same, where the host's state has it.
+        host_saving_s: seconds that the host's own saves, outside of all hooks, have taken, as far as it says.
     """
 
     # What a critical callback of ours raised must get through a host's own manager too.
@@ -64,6 +65,7 @@ class CallbackManager(Callback):
         checks.whole("CallbackManager", "most_failures", most_failures, optional=True)
         self.slow_s = slow_s
         self.stopped_by: str | None = None
+        self.host_saving_s = 0.0
         self._most_failures = most_failures
         self._watch = privilege.Watch() if (privilege.is_asked_for() if debug is None else debug) else None
         self._clock = clock
@@ -110,6 +112,11 @@ class CallbackManager(Callback):
         return next((each for each in found if each is not None), None)
 
     @property
+    def sets_learning_rates(self) -> bool:  # type: ignore[override]
+        """Whether one of the callbacks does: then they are part of the course of a training, and no setting of the optimizer."""
+        return any(getattr(callback, "sets_learning_rates", False) for callback in self.callbacks)
+
+    @property
     def failures(self) -> dict[str, int]:
         """How many calls of each callback raised, those of nested managers included; only those that have any."""
         return {key: entry.failures.count for key, entry in self._leaves().items() if entry.failures.count}
@@ -152,7 +159,7 @@ class CallbackManager(Callback):
                 watch: what it sets in `control` has no effect.
 
         Raises:
-            ConfigError: `callback` has no `on_…` method, or is in already; is critical for what is no event, or with `run_async`; or there is no
+            ConfigError: `callback` has no `on_…` method, or an `async` one, or is in already; is critical for what is no event, or with `run_async`; or there is no
                 such priority.
         """
         if isinstance(callback, type):
@@ -177,19 +184,23 @@ class CallbackManager(Callback):
         self._entries = tuple(sorted((*self._entries, entry), key=lambda each: each.priority))
 
     def remove(self, callback: Any) -> None:
-        """Remove a callback, or all instances of a callback class. From inside a hook: it is not called any more, in this event either.
+        """Remove a callback, or all instances of a callback class, also from managers in this one. From inside a hook: it is not called any more, in this
+        event either.
 
         Raises:
             ConfigError: nothing like it is in.
         """
+        if not self._removes(callback):
+            name = callback.__name__ if isinstance(callback, type) else name_of(callback)
+            raise ConfigError(f"no callback {name} to remove", hint="present: " + (", ".join(self._leaves()) or "none"))
+
+    def _removes(self, callback: Any) -> bool:
         gone = [entry for entry in self._entries if entry.is_meant_by(callback)]
-        if not gone:
-            raise ConfigError(
-                f"no callback {callback!r} to remove", hint="present: " + (", ".join(self._named()) or "none")
-            )
         for entry in gone:
             entry.is_present = False
         self._entries = tuple(entry for entry in self._entries if entry.is_present)
+        nested = [each for each in self.callbacks if isinstance(each, CallbackManager)]
+        return any([bool(gone), *[each._removes(callback) for each in nested]])
 
     def call(self, event: str, **arguments: Any) -> Any:
         """Call the hook `event` of every callback that has it, in order.
@@ -261,7 +272,7 @@ class CallbackManager(Callback):
             entry.is_used = False
             if key in state:
                 entry.load(key, state[key])
-            elif hasattr(entry.callback, "state_dict") and entry.callback.state_dict():
+            elif entry.state():
                 _log.warning("the checkpoint has no state of callback %s: it starts anew", key)
                 entry.reset()
 

@@ -88,7 +88,7 @@ class PerformanceProfilerCallback(Callback):
         self._path = None if path is None else Path(path)
         self._trace = None if trace_dir is None else Trace(Path(trace_dir), trace_step, trace_steps)
         self._dispatcher: Any = None
-        self._spent_s = 0.0
+        self._spent_s = self._saving_s = 0.0
         self._spans = Spans(clock)
         self._sink: Guarded | None = None
         self._device: Any = None
@@ -215,19 +215,18 @@ class PerformanceProfilerCallback(Callback):
     # --- measuring --------------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: str | None) -> None:
-        spent_s = self._callbacks_s()
-        aside_s, self._spent_s = spent_s - self._spent_s, spent_s
-        # What callbacks did since the last mark; saving is what they did in on_save.
-        self._spans.enter(phase, aside_s=aside_s, aside="save" if self._saves else "callbacks")
-        self._saves = False
+        spent_s, saving_s = (0.0, 0.0) if (of := self._dispatcher) is None else (of.spent_s, of.host_saving_s)
+        # What callbacks did since the last mark, and saves of a host that tells of no event then; saving is what callbacks did in on_save, too.
+        aside = {"callbacks": spent_s - self._spent_s, "save": saving_s - self._saving_s}
+        if self._saves:
+            aside["save"] += aside.pop("callbacks")
+        self._spans.enter(phase, aside=aside)
+        self._spent_s, self._saving_s, self._saves = spent_s, saving_s, False
 
     def _go_on(self, control: TrainerControl) -> None:
         if _next(control) != "data":
             self._spans.sample(False)
         self._enter(_next(control))
-
-    def _callbacks_s(self) -> float:
-        return 0.0 if self._dispatcher is None else float(self._dispatcher.spent_s)
 
     def _is_sampled(self, step: int) -> bool:
         if not self._has_sampled:
@@ -283,9 +282,8 @@ class PerformanceProfilerCallback(Callback):
         self._begin_window(state.global_step, state)
         self.windows.append(found)
         self.total = found if self.total is None else self.total.with_more(found)
-        if state.is_world_process_zero:
-            if found.steps:
-                _log.info("%s", self._told(found))
+        if found.steps and state.is_world_process_zero:
+            _log.info("%s", self._told(found))
             if self._sink is not None:
                 self._sink.write({**labels("profile", state.global_step), **found.as_json()})
 

@@ -53,21 +53,21 @@ class Spans:
         self._is_sampled = wanted and self._device_mark is not None
         self._mark(0.0)
 
-    def enter(self, phase: str | None, *, aside_s: float = 0.0, aside: str = "callbacks") -> None:
+    def enter(self, phase: str | None, *, aside: Mapping[str, float] | None = None) -> None:
         """End the running phase, and begin `phase`; None: nothing is under way.
 
         Args:
-            aside_s: seconds of the running phase that belong to another, `aside`: they are taken out of it.
+            aside: seconds of the running phase that belong to others, by phase: they are taken out of it.
         """
         now = self._clock()
-        if self._phase is None:
-            aside_s = 0.0
-        else:
+        aside_s = 0.0
+        if self._phase is not None:
             spent = now - self._since
-            aside_s = min(max(aside_s, 0.0), spent)
+            for other, seconds in (aside or {}).items():
+                if (theirs := min(max(seconds, 0.0), spent - aside_s)) > 0:
+                    self._add(self._host, other, theirs)
+                    aside_s += theirs
             self._add(self._host, self._phase, spent - aside_s)
-            if aside_s:
-                self._add(self._host, aside, aside_s)
         self._phase, self._since = phase, now
         self._mark(aside_s)
 

@@ -179,7 +179,7 @@ def restore(directory: Path, pieces: Mapping[str, Any], *, strict: bool = True, 
     values: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     restored = [name for name in pieces if name in files]
-    scheduled = any(isinstance(piece, torch.optim.lr_scheduler.LRScheduler) for piece in pieces.values())
+    scheduled = any(map(_sets_learning_rates, pieces.values()))
     for name in restored:
         tree = _read(files[name], name, pieces[name])
         if is_stateful(pieces[name]):
@@ -267,6 +267,10 @@ def _read(path: Path, name: str, piece: Any) -> Any:
         return from_json(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable(path, name, error) from error
+
+
+def _sets_learning_rates(piece: Any) -> bool:
+    return isinstance(piece, torch.optim.lr_scheduler.LRScheduler) or bool(getattr(piece, "sets_learning_rates", False))
 
 
 def _load(name: str, piece: Any, tree: Any, *, scheduled: bool) -> tuple[str, ...]:

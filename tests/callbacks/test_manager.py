@@ -260,8 +260,33 @@ def test_remove_by_class_and_what_is_not_there() -> None:
     manager = CallbackManager([Recorder([]), Recorder([])])
     manager.remove(Recorder)
     assert manager.callbacks == ()
-    with pytest.raises(ConfigError, match="present: none"):
+    with pytest.raises(ConfigError, match="no callback Recorder to remove - present: none"):
         manager.remove(Recorder)
+
+
+def test_remove_reaches_into_nested_managers() -> None:
+    """As `from_config` makes one for a trainer, which has a manager of its own."""
+    seen: list[str] = []
+    manager = CallbackManager(
+        [Recorder(seen, "outer"), CallbackManager([Recorder(seen, "inner"), Raises(ValueError())])]
+    )
+    manager.remove(Recorder)
+    step_end(manager)
+    assert seen == []
+    assert manager.failures == {"Raises": 1}
+    with pytest.raises(ConfigError, match="no callback Recorder to remove - present: Raises"):
+        manager.remove(Recorder)
+
+
+def test_a_coroutine_is_no_hook() -> None:
+    """It would never run, and only Python would say so."""
+
+    class Posts(Callback):
+        async def on_step_end(self, **kwargs: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="on_step_end is `async def`, and nobody would await it"):
+        CallbackManager([Posts()])
 
 
 def test_add_refuses_what_is_no_callback_and_what_is_in_already() -> None:
@@ -353,8 +378,11 @@ def test_a_callback_whose_state_cannot_be_had_does_not_cost_the_checkpoint() -> 
             raise ValueError("no state")
 
     manager = CallbackManager([Broken(), Counting()])
-    assert manager.state_dict() == {"Counting": {"count": 0}}
+    saved = manager.state_dict()
+    assert saved == {"Counting": {"count": 0}}
     assert manager.failures == {"Broken": 1}
+    # Nor does it cost the resume.
+    manager.load_state_dict(saved)
 
 
 def test_a_refused_state_is_an_error_that_names_the_callback() -> None:

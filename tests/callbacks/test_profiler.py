@@ -375,7 +375,7 @@ def test_on_a_device_its_own_clock_says_what_takes_the_time() -> None:
         spans.sample(sampled)
         clock.spend(0.1 + aside_s)
         queue.now += 0.1 + aside_s  # the device waits for data, and for callbacks
-        spans.enter("compute", aside_s=aside_s)
+        spans.enter("compute", aside={"callbacks": aside_s})
         queue.now += 0.03
         spans.enter("forward")
         queue.now += 0.27

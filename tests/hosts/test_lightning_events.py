@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -252,6 +252,84 @@ def test_the_training_that_a_callback_ended_stays_ended(fit: Fit, tmp_path: Path
     trainer = fit(records, others=[again], ckpt_path=again.manager.resume_path(), max_epochs=9)
     assert trainer.global_step == 3
     assert not [event for event in records.events if event.startswith("step_end")]
+
+
+@pytest.mark.parametrize("why", ["limit of time", "callback"])
+def test_what_a_restart_gets_over_does_not_end_a_training_for_good(fit: Fit, tmp_path: Path, why: str) -> None:
+    """Lightning's `max_time`, which is for one allocation of a machine, and `stop_is_final = False`: resumed with more of it, training goes on."""
+    from ckptmgr.callbacks.lightning import LightningCallback
+
+    def saving() -> Any:
+        manager = CheckpointManager(str(tmp_path / "run"), local_dir=tmp_path / "local", transfer="thread")
+        return LightningCallback(manager, EveryNSteps(1), preemption=False)
+
+    class TimeIsUp(Callback):
+        """For Lightning's timer, which looks at the end of each batch."""
+
+        def on_pre_optimizer_step(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                (timer,) = (each for each in args.callbacks if type(each).__name__ == "Timer")
+                timer._duration = 0
+
+    stop = TimeIsUp() if why == "limit of time" else StopAt(3)
+    stop.stop_is_final = False
+    options = {"max_time": {"days": 1}} if why == "limit of time" else {}
+    assert fit(stop, others=[saving()], max_epochs=3, **options).global_step == 3
+    again = saving()
+    assert fit(others=[again], ckpt_path=again.manager.resume_path(), max_epochs=3).global_step == 6
+
+
+def test_several_in_one_trainer(fit: Fit, tmp_path: Path) -> None:
+    """A file's callbacks and one's own: each gets its own state back, which is not that of its namesake in the other."""
+    from ckptmgr.callbacks.lightning import LightningCallback
+    from ckptmgr.callbacks.lightning_events import LightningCallbacks
+
+    class Counts(Callback):
+        steps = 0
+
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def on_step_end(self, **kwargs: Any) -> None:
+            self.steps += self.by
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps} if self.steps else {}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.steps = state["steps"]
+
+    def train(epochs: int) -> tuple[int, int]:
+        manager = CheckpointManager(str(tmp_path / "run"), local_dir=tmp_path / "local", transfer="thread")
+        saving = LightningCallback(manager, EveryNSteps(1), preemption=False)
+        first, second = Counts(1), Counts(10)
+        others = [LightningCallbacks([first]), LightningCallbacks([second]), saving]
+        fit(others=others, ckpt_path=manager.resume_path(), max_epochs=epochs)
+        return first.steps, second.steps
+
+    assert train(1) == (2, 20)
+    assert train(2) == (4, 40)
+
+
+def test_the_epoch_is_whole_when_its_last_batch_is_over(fit: Fit) -> None:
+    """As in other hosts: in what is logged at its last step, too."""
+    records = Records()
+    trainer = fit(records)
+    assert [entry["epoch"] for entry in records.got["on_train_end"]["state"].log_history] == [1.0, 2.0]
+    assert trainer.global_step == 4
+
+
+def test_the_profiler_counts_saves_as_saves(fit: Fit, tmp_path: Path) -> None:
+    """They fire no event; in `data`, more workers would be advised."""
+    from ckptmgr.callbacks.lightning import LightningCallback
+    from ckptmgr.callbacks.profiler import PerformanceProfilerCallback
+
+    profiler = PerformanceProfilerCallback(2)
+    manager = CheckpointManager(str(tmp_path / "run"), local_dir=tmp_path / "local", transfer="thread")
+    saving = LightningCallback(manager, EveryNSteps(1), preemption=False)
+    fit(profiler, others=[saving], max_epochs=3)
+    assert profiler.total is not None
+    assert profiler.total.seconds["save"] == pytest.approx(saving.saving_s)
 
 
 def test_a_ready_manager_of_callbacks_may_be_given(fit: Fit) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+from ckptmgr.callbacks.lr_schedule import LRSchedulerCallback
+from ckptmgr.callbacks.manager import CallbackManager
 from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.training.state import capture, restore, write
 
@@ -105,6 +107,19 @@ def test_settings_of_schedulers(tmp_path: Path) -> None:
         "scheduler: total_iters is 5, as in the checkpoint, and not 6",
         "scheduler: T_max is 10, as in the checkpoint, and not 20",
     )
+
+
+def test_the_learning_rate_of_a_callback_is_no_setting(tmp_path: Path) -> None:
+    """One that sets it, however deep in managers, is as good as a scheduler."""
+
+    def built(rate: float) -> dict[str, Any]:
+        optimizer = optimizer_of(torch.nn.Linear(1, 1, bias=False), lr=rate)
+        return {
+            "optimizer": optimizer,
+            "callbacks": CallbackManager([CallbackManager([LRSchedulerCallback("constant")])]),
+        }
+
+    assert notes(tmp_path, built(0.1), built(0.2)) == ()
 
 
 def test_a_scaler_that_does_not_take_anything(tmp_path: Path) -> None:
