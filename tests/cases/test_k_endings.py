@@ -209,7 +209,7 @@ def test_k053_a_program_that_ends_by_itself_has_all_its_saves_committed(
 @NO_THREADS_AT_END
 @pytest.mark.parametrize("ending", ["return", pytest.param("raise", marks=pytest.mark.slow)])
 def test_k053_what_a_stated_limit_leaves_is_named_and_the_exit_status_says_so(
-    store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, ending: str
+    store: Store, start: Callable[..., Program], cli_here: Cli, tmp_path: Path, ending: str
 ) -> None:
     """A store that does not answer, and a limit of one second: a status that is not 0, every save named; a drain commits them later."""
     held = store.server.faults.add(Fault(method="PUT", key="*/checkpoints/*", hold="before", times=None))
@@ -225,7 +225,7 @@ def test_k053_what_a_stated_limit_leaves_is_named_and_the_exit_status_says_so(
     held.release()
     for pid in program.processes():
         os.kill(pid, signal.SIGKILL)
-    drained = cli("drain", tmp_path / "disk")
+    drained = cli_here("drain", tmp_path / "disk")
     assert drained.returncode == 0, drained.stderr
     assert committed(store) == [1, 2, 3]
 
@@ -242,14 +242,14 @@ def training(store: Store, start: Callable[..., Program], *, host: str, **option
     return program, held
 
 
-def assert_first_is_whole(store: Store, cli: Cli) -> None:
-    verified = cli("verify", f"{store.url}/run", "1")
+def assert_first_is_whole(store: Store, cli_here: Cli) -> None:
+    verified = cli_here("verify", f"{store.url}/run", "1")
     assert verified.returncode == 0, verified.stderr
 
 
 @HOSTS
 def test_k116_ctrl_c_once_finishes_the_upload(
-    store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, host: str
+    store: Store, start: Callable[..., Program], cli_here: Cli, tmp_path: Path, host: str
 ) -> None:
     """An orderly end, with a line that says what a second one does."""
     program, held = training(store, start, host=host)
@@ -259,10 +259,12 @@ def test_k116_ctrl_c_once_finishes_the_upload(
     assert program.wait() in INTERRUPTED
     assert committed(store) == [1, 2]
     assert pending(tmp_path) == []
-    assert_first_is_whole(store, cli)
+    assert_first_is_whole(store, cli_here)
 
 
-def test_k116_ctrl_c_once_is_bounded(store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path) -> None:
+def test_k116_ctrl_c_once_is_bounded(
+    store: Store, start: Callable[..., Program], cli_here: Cli, tmp_path: Path
+) -> None:
     """A store that does not answer any more holds the program for its `close_timeout_s` and little more, and what is left is named."""
     program, held = training(store, start, host="process", limit_s=1.0)
     program.interrupt()
@@ -270,7 +272,7 @@ def test_k116_ctrl_c_once_is_bounded(store: Store, start: Callable[..., Program]
     assert pending(tmp_path) == [2]
     assert LocalTier.open(tmp_path / "disk").pending()[0][0].id in program.errors
     assert committed(store) == [1]
-    assert_first_is_whole(store, cli)
+    assert_first_is_whole(store, cli_here)
     held.release()
 
 
@@ -284,7 +286,7 @@ def test_k116_ctrl_c_once_is_bounded(store: Store, start: Callable[..., Program]
     ],
 )
 def test_k116_ctrl_c_twice_is_gone_in_three_seconds(
-    store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, host: str, pause_s: float | None
+    store: Store, start: Callable[..., Program], cli_here: Cli, tmp_path: Path, host: str, pause_s: float | None
 ) -> None:
     """At whatever moment of the orderly end the second one comes: no process is left, nothing is committed, and a drain goes on."""
     program, held = training(store, start, host=host)
@@ -295,12 +297,12 @@ def test_k116_ctrl_c_twice_is_gone_in_three_seconds(
         threading.Event().wait(pause_s)
     program.interrupt()
     assert program.wait(3) in INTERRUPTED
-    gone_in_the_end(store, program, held, cli, tmp_path)
+    gone_in_the_end(store, program, held, cli_here, tmp_path)
 
 
 @HOSTS
 def test_k116_ctrl_c_after_sigterm_is_gone_in_three_seconds(
-    store: Store, start: Callable[..., Program], cli: Cli, tmp_path: Path, host: str
+    store: Store, start: Callable[..., Program], cli_here: Cli, tmp_path: Path, host: str
 ) -> None:
     """The preemption's save is committed locally and its upload under way, behind the one that stands still."""
     newest = store.server.faults.add(
@@ -312,7 +314,7 @@ def test_k116_ctrl_c_after_sigterm_is_gone_in_three_seconds(
     program.interrupt()
     assert program.wait(3) in (*INTERRUPTED, 143)
     newest.release()
-    gone_in_the_end(store, program, held, cli, tmp_path)
+    gone_in_the_end(store, program, held, cli_here, tmp_path)
 
 
 def is_urgent(key: str) -> bool:
@@ -320,14 +322,14 @@ def is_urgent(key: str) -> bool:
     return "/checkpoints/" in key and int(key.split("/checkpoints/")[1].split("-")[1]) > 2
 
 
-def gone_in_the_end(store: Store, program: Program, held: ActiveFault, cli: Cli, tmp_path: Path) -> None:
+def gone_in_the_end(store: Store, program: Program, held: ActiveFault, cli_here: Cli, tmp_path: Path) -> None:
     """No process of it goes on, no manifest appears, the save is pending, the earlier one is whole, and a drain commits it."""
     assert program.processes() == []
     held.release()
     assert committed(store) == [1]
     left = pending(tmp_path)
     assert left[-1] == 2
-    assert_first_is_whole(store, cli)
-    drained = cli("drain", tmp_path / "disk")
+    assert_first_is_whole(store, cli_here)
+    drained = cli_here("drain", tmp_path / "disk")
     assert drained.returncode == 0, drained.stderr
     assert committed(store) == [1, *sorted(left)]
