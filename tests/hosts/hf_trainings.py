@@ -141,12 +141,17 @@ class Rows:
 
 @dataclass
 class Trainings:
-    """Makes trainings that all do the same, on the run in `folder`."""
+    """Makes trainings that all do the same, on the run in `folder`.
+
+    Attributes:
+        trainer: makes another Trainer than transformers', of its settings and what that is given besides.
+    """
 
     folder: Path
     options: dict[str, Any] = field(default_factory=dict)
     make_rows: Callable[[], Any] = Rows
     change: Callable[[Any], None] = lambda trainer: None
+    trainer: Callable[..., Any] | None = None
     callback_options: dict[str, Any] = field(default_factory=dict)
     manager_options: dict[str, Any] = field(default_factory=dict)
     rows: Any = None
@@ -215,9 +220,10 @@ class Trainings:
             self.callback = SaveModelCallback(manager, save_at_end=False, **self.callback_options)
             ours = [self.callback]
         self.rows = self.make_rows()
-        trainer = Trainer(
+        make = self.trainer or (lambda settings, **how: Trainer(args=TrainingArguments(**settings), **how))
+        trainer = make(
+            settings,
             model=model,
-            args=TrainingArguments(**settings),
             train_dataset=self.rows,
             eval_dataset=[self.rows_for_evaluation(row) for row in range(4)],
             callbacks=[*ours, watched, *also, *callbacks],
