@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,8 @@ Examples:
   ckptmgr config check experiments/llama.yaml --json
 
 Callbacks are made, as a training would make them; no store is asked, and nothing is written. CKPTMGR_STORE, CKPTMGR_RUN and CKPTMGR_LOCAL_DIR
-override the file; of ${NAME} in it, the environment of this command is put in, as that of a training would be.
+override the file; of ${NAME} in it, the environment of this command is put in, as that of a training would be. Modules of callbacks are also looked for
+in the working directory.
 
 Exit codes: 0 nothing is wrong with it; 2 mistakes, a line for each: FILE:LINE: KEY: what is wrong - what to do. With --json they are in `mistakes`, too."""
 
@@ -47,6 +49,9 @@ def check(
     from ckptmgr.core.errors import ConfigFileError
     from ckptmgr.training.config import read_config, run_url
 
+    # Where `python train.py` finds modules beside it, an installed command does not. Last: nothing that is installed is shadowed.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     document: dict[str, Any] = {"file": str(file), "run": None, "callbacks": [], "mistakes": []}
     try:
         with stdout_on_stderr():  # what callbacks of others print while they are made

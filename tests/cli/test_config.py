@@ -52,6 +52,14 @@ def test_a_good_one(cli: Cli, here: Path) -> None:
     assert not (here / ".ckptmgr").exists()
 
 
+def test_a_callback_beside_the_training(cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python train.py` finds it there, without PYTHONPATH; so does an installed command, which Python gives no path to it."""
+    monkeypatch.delenv("PYTHONPATH")
+    told = cli("config", "check", env={"PYTHONSAFEPATH": "1"})
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "Watch" in told.stdout
+
+
 def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
     """One line, exit 2."""
     (here / "ckptmgr.yaml").write_text(GOOD.replace("every_n_steps", "every_n_step"))
