@@ -197,7 +197,8 @@ class CheckpointManager:
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def begin(self, *, resume_from: Path | None = None, expected_bytes: int | None = None) -> None:
-        """Claim an attempt of the run, and start draining what earlier processes left. Called by the first save if not before.
+        """Claim an attempt of the run, and start draining what earlier processes left. Called by the first `should_save` of a step, or save, if not
+        before.
 
         Args:
             resume_from: the directory that training resumed from, made by `ckptmgr resume` or `resume_path`; or a trainer's own, which counts if a
@@ -252,7 +253,14 @@ class CheckpointManager:
 
         Args:
             moment: `StepEnded(step=…)`, `Evaluated(step=…, metrics=…)` or `EpochEnded(step=…, epoch=…)`.
+
+        Raises:
+            ConflictError, BackendError: see `begin`.
         """
+        if self._session is None and isinstance(moment, StepEnded):
+            # Training has begun. If it dies before its first save, the next start must know that a rewind was meant, and a start that would be
+            # refused is refused now.
+            self.begin()
         urgent = urgent_reasons(self.preemption) if isinstance(moment, StepEnded) else ()
         return (*self._decisions.ask(self.save_policy, moment), *urgent)
 

@@ -303,7 +303,8 @@ class TestLookingAndEnding:
             assert restored is not None
             assert "best:eval_loss" not in second.should_save(Evaluated(step=20, metrics={"eval_loss": 2.0}))
             assert second.should_save(Evaluated(step=30, metrics={"eval_loss": 0.5})) == ("best:eval_loss",)
-        assert manager().should_save(StepEnded(step=10)) == ()
+        with manager(on_existing="new-lineage") as without_policy:
+            assert without_policy.should_save(StepEnded(step=10)) == ()
 
 
 def test_a_save_that_fails_does_not_end_a_plain_loop(

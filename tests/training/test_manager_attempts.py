@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptmgr.core.errors import ConfigError, ConflictError, IncompatibleStateError, ManifestError
-from ckptmgr.core.policies import Best, EveryNSteps
+from ckptmgr.core.policies import Best, EveryNSteps, StepEnded
 from ckptmgr.core.retention import KeepBest, KeepLast
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.run.tier import LocalTier
@@ -71,6 +71,32 @@ class TestBegin:
             with manager(save=Best("eval_loss"), keep=keep) as saving:
                 saving.begin()
         assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_k124_a_rewind_that_died_before_its_first_save_is_not_forgotten(self, manager: Make) -> None:
+        """K124: its first step has been told, so the next start goes on from where it had gone back to."""
+        with manager() as first:
+            first.save(10, STATE)
+            first.save(20, STATE)
+        with manager(save=EveryNSteps(100)) as looking:
+            assert looking.restore(STATE, "10") is not None
+        with manager(save=EveryNSteps(100)) as rewound:
+            restored = rewound.restore(STATE)
+            assert restored is not None
+            assert restored.step == 20, "who only looks changes nothing"
+        with manager(save=EveryNSteps(100)) as rewound:
+            assert rewound.restore(STATE, "10") is not None
+            assert rewound.should_save(StepEnded(step=11)) == ()
+        with manager() as again:
+            restored = again.restore(STATE)
+            assert restored is not None
+            assert restored.step == 10
+
+    def test_a_plain_loop_that_would_abandon_commits_is_refused_at_its_first_step(self, manager: Make) -> None:
+        """I12: not after the hours that it takes to the first save."""
+        with manager() as first:
+            first.save(10, STATE)
+        with manager(save=EveryNSteps(100)) as second, pytest.raises(ConflictError, match="step 10"):
+            second.should_save(StepEnded(step=1))
 
     @pytest.mark.parametrize(("selector", "how"), [("latest", "auto"), ("10", "explicit")])
     def test_the_attempt_knows_what_it_descends_from(
