@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -90,6 +91,11 @@ class TreeCopier:
         except _Refused as refused:
             place = where + "".join(reversed(refused.path))
             raise ConfigError(f"{place} is a {refused.what}", hint=refused.hint) from None
+        except RecursionError:
+            raise ConfigError(
+                f"{where} is nested too deeply to be saved, or holds itself",
+                hint="return tensors, numbers, strings, lists and dicts from state_dict()",
+            ) from None
 
     def _copy(self, value: Any) -> Any:
         kind = type(value)
@@ -107,8 +113,8 @@ class TreeCopier:
             return set(self._items(value))
         if isinstance(value, bytearray):
             return bytearray(value)
-        if _is_plain_numpy(value):
-            return value.copy()
+        if (copied := _copied_numpy(value)) is not None:
+            return copied
         # IntEnum, str enums and other named numbers compare equal to what they are made of.
         for plain in (int, float, str):
             if isinstance(value, plain):
@@ -263,12 +269,18 @@ def _bytes_without_storage(tensor: torch.Tensor) -> int:
     return sum(part.element_size() * part.numel() for part in (getattr(tensor, name)() for name in parts))
 
 
-def _is_plain_numpy(value: Any) -> bool:
-    """Whether `value` is a NumPy scalar or an array of numbers or strings; without importing NumPy."""
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return False
-    dtype = getattr(value, "dtype", None)
-    return getattr(dtype, "kind", "O") in "biufcSU" and callable(getattr(value, "copy", None))
+def _copied_numpy(value: Any) -> Any:
+    """A copy of `value`, if it is a NumPy scalar or an array of numbers or strings, else None; without importing NumPy.
+
+    Of arrays of other classes only those in a file are taken, as plain ones: masked arrays and matrices would be saved, and never loaded.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or getattr(getattr(value, "dtype", None), "kind", "O") not in "biufcSU":
+        return None
+    if type(value) in (numpy.ndarray, numpy.memmap):
+        # In the order that it has: sums over another one may differ in their last bits.
+        return numpy.array(value, order="K", subok=False)
+    return value.copy() if isinstance(value, numpy.generic) else None
 
 
 def to_json(tree: Any) -> bytes | None:

@@ -282,13 +282,38 @@ Pair = namedtuple("Pair", "a b")
 
 @pytest.mark.parametrize(
     "value",
-    [Pair(1, 2), object(), lambda: 0, frozenset({1}), np.array([object()]), torch.empty(2, device="meta")],
-    ids=["namedtuple", "object", "function", "frozenset", "objects", "meta"],
+    [
+        Pair(1, 2),
+        object(),
+        lambda: 0,
+        frozenset({1}),
+        np.array([object()]),
+        np.ma.array([1.0, 2.0], mask=[False, True]),
+        torch.empty(2, device="meta"),
+    ],
+    ids=["namedtuple", "object", "function", "frozenset", "objects", "masked", "meta"],
 )
 def test_what_could_not_be_loaded_is_refused_when_it_is_captured(value: Any) -> None:
     """With the place it was found at; not weeks later at the restore."""
     with pytest.raises(ConfigError, match=r"^mine\.deep\[1\] is a "):
         capture({"mine": {"deep": [0, value]}})
+
+
+def test_a_tree_that_holds_itself_is_refused() -> None:
+    tree: list[Any] = [1]
+    tree.append(tree)
+    with pytest.raises(ConfigError, match=r"^mine is nested too deeply to be saved, or holds itself"):
+        capture({"mine": tree})
+
+
+def test_arrays_keep_their_order_and_leave_their_file(tmp_path: Path) -> None:
+    """Columns that lie together stay so; what lay in a file comes back in memory."""
+    mapped = np.memmap(tmp_path / "mapped", dtype=np.int16, shape=(3,), mode="w+")
+    columns = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    loaded = round_trip(tmp_path, tree={"columns": columns, "mapped": mapped})["tree"]
+    assert loaded["columns"].flags.f_contiguous
+    assert loaded["columns"].tolist() == columns.tolist()
+    assert type(loaded["mapped"]) is np.ndarray
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "sp ace", "x" * 101, "rng"])
