@@ -26,6 +26,8 @@ prints its `lines`: mostly one, with what, where, why and, after a dash, what to
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,14 +264,33 @@ class DriftError(IncompatibleStateError):
 
 
 def in_one(errors: Sequence[CkptmgrError]) -> CkptmgrError:
-    """One error for several: what each says in one line, of the kind and with the facts of the first that does not pass by itself, else of the first.
+    """One error for several: what each says in one line, and of those that say the same of other keys the keys alone; of the kind and with the facts of
+    the first that does not pass by itself, else of the first.
 
     Its `errors` are all of them. A single one is returned as it is.
     """
     kind = next((error for error in errors if not isinstance(error, TransientBackendError)), errors[0])
     if len(errors) == 1:
         return kind
-    told = "; ".join(error.message for error in errors[:_NAMED])
+    alike: dict[str, list[CkptmgrError]] = {}
+    for error in errors[:_NAMED]:
+        alike.setdefault(_without_its_own(error), []).append(error)
+    told = "; ".join(map(_told, alike.values()))
     more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
     facts = {name: getattr(kind, name) for name in kind._facts}
     return type(kind)(f"{len(errors)} failed: {told}{more}", hint=kind.hint, **{**facts, "errors": tuple(errors)})
+
+
+def _without_its_own(error: CkptmgrError) -> str:
+    """What `error` says without its key, and without how long it was tried."""
+    key = getattr(error, "key", "")
+    return re.sub(r" \(gave up after [^)]*\)", "", error.message.replace(key, "") if key else error.message)
+
+
+def _told(alike: Sequence[CkptmgrError]) -> str:
+    first, *others = alike
+    if not others or not getattr(first, "key", ""):
+        return "; ".join(error.message for error in alike)
+    keys = [str(getattr(error, "key", "")) for error in alike]
+    shared = len(posixpath.commonprefix(keys).rpartition("/")[0])
+    return f"{first.message}; likewise {', '.join(key[shared:].lstrip('/') for key in keys[1:])}"

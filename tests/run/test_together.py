@@ -62,6 +62,21 @@ def test_all_that_failed_are_named(most: int) -> None:
     assert all(text in str(error) for text in ("3 failed: ", "five", "forty-nine", "thirty", " - ask"))
 
 
+def test_those_that_say_the_same_are_named_by_their_keys() -> None:
+    """A cause is said once, and how long each was tried does not make it another one; other words keep their own."""
+    failures: dict[int, Exception] = {
+        number: AccessDeniedError(
+            f"cannot write bkt/run/f{number}: no (gave up after 6 tries in {number} s)", key=f"bkt/run/f{number}"
+        )
+        for number in (5, 15, 25)
+    }
+    failures[35] = SourceChangedError("f35 is gone", key="/here/f35")
+    (line,) = Work(50, failures).failing(most=1).lines  # type: ignore[attr-defined]
+    assert (
+        line == "4 failed: cannot write bkt/run/f5: no (gave up after 6 tries in 5 s); likewise f15, f25; f35 is gone"
+    )
+
+
 def test_a_single_failure_is_raised_as_it_is() -> None:
     """And without `to_the_end` it ends the work."""
     error = AccessDeniedError("no")
