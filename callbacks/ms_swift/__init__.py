@@ -19,10 +19,11 @@ Facts of ms-swift 4.6 that this goes by:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ NAME = "ckptmgr"
 _CONFIGURED = "_ckptmgr_configured"
 CONFIG_ENV, CONFIG = "CKPTMGR_CONFIG", "ckptmgr.yaml"
 
+# What the configuration named, until a trainer takes it.
+_made_early: list[CallbackManager] = []
+
 
 def register() -> None:
     """Have ms-swift's `--callbacks` know `ckptmgr`, and each built-in callback with its defaults by its own name."""
@@ -45,6 +49,11 @@ def register() -> None:
         # Saving needs a run, and so the configuration.
         callbacks_map[name] = _maker(_saving if name == "SaveModelCallback" else partial(_with_defaults, name))
     callbacks_map[NAME] = _maker(configured)
+    if NAME in sys.argv:
+        # Mistakes are told now: until callbacks are made, ms-swift loads the model and the data.
+        _show_log()
+        with _mistakes_told():
+            _made_early.append(configured())
 
 
 def configured() -> CallbackManager:
@@ -53,6 +62,8 @@ def configured() -> CallbackManager:
     Raises:
         ConfigError: a mistake in it; or there is none, and no run either.
     """
+    if _made_early:
+        return _made_early.pop()
     named = os.environ.get(CONFIG_ENV)
     if not named and not Path(CONFIG).is_file():
         if not os.environ.get("CKPTMGR_RUN"):
@@ -80,20 +91,26 @@ def _maker(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
 
     def callback(args: Any, trainer: Any) -> Any:
         _show_log()
-        try:
+        with _mistakes_told():
             made = make()
             if isinstance(made, CallbackManager):
                 _refuse_second(trainer)
                 _refuse_flash(made, args)
                 _keep_watched(trainer)
             return made
-        except ConfigError as error:
-            if os.environ.get("RANK", "0") == "0":
-                for line in error.lines:
-                    print(f"ckptmgr: error: {line}", file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code) from None
 
     return callback
+
+
+@contextlib.contextmanager
+def _mistakes_told() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            for line in error.lines:
+                print(f"ckptmgr: error: {line}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def _refuse_second(trainer: Any) -> None:

@@ -52,22 +52,25 @@ def check(
     # Where `python train.py` finds modules beside it, an installed command does not. Last: nothing that is installed is shadowed.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    document: dict[str, Any] = {"file": str(file), "run": None, "callbacks": [], "mistakes": []}
+    document: dict[str, Any] = {"file": str(file), "run": None, "callbacks": [], "warnings": [], "mistakes": []}
     try:
         with stdout_on_stderr():  # what callbacks of others print while they are made
-            names = list(CallbackManager.from_config(file).timings)
+            callbacks = CallbackManager.from_config(file)
     except ConfigFileError as error:
         if as_json:
             found = [{name: getattr(each, name) for name in ("line", "key", "what", "hint")} for each in error.mistakes]
             emit_json({**document, "mistakes": found})
         raise
-    url = run_url(*read_config(file))
+    url, names = run_url(*read_config(file)), list(callbacks.timings)
+    warnings = [] if callbacks.manager is None else list(callbacks.manager.warnings)
     if as_json:
-        emit_json({**document, "run": url, "callbacks": names})
+        emit_json({**document, "run": url, "callbacks": names, "warnings": warnings})
         return
     emit(f"{file}: nothing is wrong with it")
     emit(f"  run        {url or 'none: nothing is saved'}")
     emit(f"  callbacks  {', '.join(names) or 'none'}")
+    for warning in warnings:
+        emit(f"  warning    {warning}")
 
 
 def schema() -> None:

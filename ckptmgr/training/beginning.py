@@ -60,16 +60,13 @@ def begin_session(
     return session
 
 
-def warn_of_lost_bests(save: SavePolicy | None, keep: RetentionRule | None) -> None:
-    """A best that is saved and not kept goes like any other checkpoint, and a training is over before somebody looks for it."""
-    for metric in unkept_metrics(save, keep):
-        logger.warning(
-            "checkpoints are saved for their %s, and none is kept for it: the best goes like any other one - add KeepBest(%r) to keep, "
-            "in ckptmgr.yaml `best: %s`",
-            metric,
-            metric,
-            metric,
-        )
+def lost_bests(save: SavePolicy | None, keep: RetentionRule | None) -> list[str]:
+    """A best that is saved and not kept goes like any other checkpoint, and a training is over before somebody looks for it: what to say of each."""
+    return [
+        f"checkpoints are saved for their {metric}, and none is kept for it: the best goes like any other one - add KeepBest({metric!r}) to keep, "
+        f"in ckptmgr.yaml `best: {metric}`"
+        for metric in unkept_metrics(save, keep)
+    ]
 
 
 def _warn_of_going_back(run: RunDirectory, history: History, parent: Parent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from ckptmgr.core.retention import KeepLast, RetentionRule
 from ckptmgr.run.conditions import refused_by_environment
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.training.beginning import begin_session, warn_of_lost_bests
+from ckptmgr.training.beginning import begin_session, lost_bests
 from ckptmgr.training.checking import PIECES_HINT, require, require_arguments
 from ckptmgr.training.choosing import Chooser
 from ckptmgr.training.conditions import Described
@@ -39,6 +40,8 @@ from ckptmgr.training.settings import Settings
 from ckptmgr.transfer.alarm import FailureBudget
 from ckptmgr.transfer.ending import LeftS, no_limit
 from ckptmgr.transfer.queue import QueueRules
+
+_log = logging.getLogger(__name__)
 
 TRANSFER_ENV = "CKPTMGR_TRANSFER"
 
@@ -227,7 +230,13 @@ class CheckpointManager:
             stop=self._stop,
             expected_bytes=expected_bytes,
         )
-        warn_of_lost_bests(self.save_policy, self._settings.keep)
+        for warning in self.warnings:
+            _log.warning("%s", warning)
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What is allowed in what this manager was told to do, and hardly meant; `begin` logs it."""
+        return lost_bests(self.save_policy, self._settings.keep)
 
     @property
     def is_restored(self) -> bool:

@@ -123,6 +123,23 @@ def test_a_mistake_is_one_line(
     assert said in line
 
 
+def test_a_mistake_is_told_before_the_model_is_loaded(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the plugin is loaded, if the command line names it; and what was made then is what the trainer gets."""
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--callbacks", "ckptmgr"])
+    (tmp_path / "ckptmgr.yaml").write_text("callbacks: [LossMonitor]")
+    with pytest.raises(SystemExit) as ended:
+        ms_swift.register()
+    assert ended.value.code == 2
+    assert "LossMonitorCallback" in capsys.readouterr().err
+    (tmp_path / "ckptmgr.yaml").write_text("callbacks: [LossMonitorCallback]")
+    ms_swift.register()
+    (tmp_path / "ckptmgr.yaml").unlink()
+    callbacks = sys.modules["swift.callbacks"].callbacks_map["ckptmgr"](ARGS, None)
+    assert [type(callback) for callback in callbacks.callbacks] == [LossMonitorCallback]
+
+
 def test_it_is_said_once(make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by every rank."""
     monkeypatch.setenv("RANK", "1")

@@ -46,6 +46,7 @@ def test_a_good_one(cli: Cli, here: Path) -> None:
         "file": "ckptmgr.yaml",
         "run": "./runs/llama",
         "callbacks": ["Watch", "SaveModelCallback"],
+        "warnings": [],
         "mistakes": [],
     }
     assert not (here / "runs").exists()
@@ -58,6 +59,17 @@ def test_a_callback_beside_the_training(cli: Cli, here: Path, monkeypatch: pytes
     told = cli("config", "check", env={"PYTHONSAFEPATH": "1"})
     assert (told.returncode, told.stderr) == (0, "")
     assert "Watch" in told.stdout
+
+
+def test_what_is_hardly_meant_is_said(cli: Cli, here: Path) -> None:
+    """A best that is saved, and removed as any other checkpoint."""
+    (here / "ckptmgr.yaml").write_text(GOOD.replace("}", ", best: eval_loss}\nkeep: {last: 3}", 1))
+    told = cli("config", "check")
+    assert told.returncode == 0
+    (line,) = (line for line in told.stdout.splitlines() if line.startswith("  warning"))
+    assert "none is kept for it" in line
+    (said,) = json.loads(cli("config", "check", "--json").stdout)["warnings"]
+    assert line.endswith(said)
 
 
 def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
@@ -83,6 +95,7 @@ def test_every_mistake_is_a_line_and_an_entry_of_the_document(cli: Cli, here: Pa
         "file": "ckptmgr.yaml",
         "run": None,
         "callbacks": [],
+        "warnings": [],
         "mistakes": [
             {
                 "line": 1,
