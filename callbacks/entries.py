@@ -116,6 +116,7 @@ class Entry:
         except Exception as error:  # noqa: BLE001 - one broken callback must not cost the whole checkpoint
             self.failures.failed("state_dict", None, error)
             return {}
+        self.failures.succeeded("state_dict")
         return state
 
     def load(self, key: str, state: Mapping[str, Any]) -> None:

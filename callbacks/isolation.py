@@ -47,16 +47,16 @@ class Failures:
         """A call raised `error`: log it, with the step, and disable the callback if that is too many in a row."""
         self.count += 1
         in_a_row = self._in_a_row[event] = self._in_a_row.get(event, 0) + 1
-        step = getattr(state, "global_step", "?")
+        step = getattr(state, "global_step", None)
         # All are counted; one that fails at every step must not fill the log: the first three, then 4, 8, 16, …
         if self.count <= 3 or self.count & (self.count - 1) == 0:
             # Our own errors say what to do, in one line; of any other one the place matters.
             ours = isinstance(error, CkptmgrError)
             _log.error(
-                "callback %s failed in %s at step %s (failure %d), training goes on: %s",
+                "callback %s failed in %s%s (failure %d), training goes on: %s",
                 self.name,
                 event,
-                step,
+                "" if step is None else f" at step {step}",
                 self.count,
                 str(error) if ours else repr(error),
                 exc_info=None if ours else error,
@@ -64,9 +64,9 @@ class Failures:
         if self._most is not None and in_a_row >= self._most and not self.is_disabled:
             self.is_disabled = True
             _log.error(
-                "callback %s is disabled from step %s on: %s failed %d times in a row, the last time with %r",
+                "callback %s is disabled from %s on: %s failed %d times in a row, the last time with %r",
                 self.name,
-                step,
+                "now" if step is None else f"step {step}",
                 event,
                 in_a_row,
                 error,

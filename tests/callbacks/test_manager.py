@@ -370,7 +370,7 @@ def test_states_without_a_counterpart_are_named(caplog: pytest.LogCaptureFixture
     assert "no state of callback Counting" in caplog.text
 
 
-def test_a_callback_whose_state_cannot_be_had_does_not_cost_the_checkpoint() -> None:
+def test_a_callback_whose_state_cannot_be_had_does_not_cost_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     """It is left out and counted."""
 
     class Broken(Counting):
@@ -381,6 +381,7 @@ def test_a_callback_whose_state_cannot_be_had_does_not_cost_the_checkpoint() -> 
     saved = manager.state_dict()
     assert saved == {"Counting": {"count": 0}}
     assert manager.failures == {"Broken": 1}
+    assert "callback Broken failed in state_dict (failure 1), training goes on" in caplog.text
     # Nor does it cost the resume.
     manager.load_state_dict(saved)
 
@@ -502,6 +503,25 @@ def test_failures_with_a_success_between_them_are_no_row() -> None:
     for step in range(1, 31):
         step_end(manager, step=step)
     assert (manager.disabled, manager.failures, len(sick.seen)) == ((), {"Sick": 20}, 30)
+
+
+def test_a_state_that_can_be_had_again_ends_a_row() -> None:
+    """As a hook that comes back: the callback is not disabled for failures far apart."""
+
+    class Now(Counting):
+        fails = True
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.fails:
+                raise ValueError("not now")
+            return {}
+
+    callback = Now()
+    manager = CallbackManager([callback], most_failures=2)
+    for fails in (True, False, True):
+        callback.fails = fails
+        manager.state_dict()
+    assert (manager.failures, manager.disabled) == ({"Now": 2}, ())
 
 
 def test_a_critical_one_is_not_disabled() -> None:

@@ -254,9 +254,9 @@ def test_the_training_that_a_callback_ended_stays_ended(fit: Fit, tmp_path: Path
     assert not [event for event in records.events if event.startswith("step_end")]
 
 
-@pytest.mark.parametrize("why", ["limit of time", "callback"])
+@pytest.mark.parametrize("why", ["limit of time", "failure budget", "callback"])
 def test_what_a_restart_gets_over_does_not_end_a_training_for_good(fit: Fit, tmp_path: Path, why: str) -> None:
-    """Lightning's `max_time`, which is for one allocation of a machine, and `stop_is_final = False`: resumed with more of it, training goes on."""
+    """Lightning's `max_time`, a budget of failures, and `stop_is_final = False`: resumed where that is over, training goes on."""
     from ckptmgr.callbacks.lightning import LightningCallback
 
     def saving() -> Any:
@@ -267,14 +267,22 @@ def test_what_a_restart_gets_over_does_not_end_a_training_for_good(fit: Fit, tmp
         """For Lightning's timer, which looks at the end of each batch."""
 
         def on_pre_optimizer_step(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
-            if state.global_step == 2:
+            if state.global_step == 3:
                 (timer,) = (each for each in args.callbacks if type(each).__name__ == "Timer")
                 timer._duration = 0
 
-    stop = TimeIsUp() if why == "limit of time" else StopAt(3)
+    class StoreIsGone(Callback):
+        """Before the end of step 4, the last of its epoch, which is saved when all is decided."""
+
+        def on_pre_optimizer_step(self, state: TrainerState, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                patch.setattr(CheckpointManager, "should_stop", "nothing becomes durable")
+
+    stop = {"limit of time": TimeIsUp, "failure budget": StoreIsGone}.get(why, lambda: StopAt(4))()
     stop.stop_is_final = False
     options = {"max_time": {"days": 1}} if why == "limit of time" else {}
-    assert fit(stop, others=[saving()], max_epochs=3, **options).global_step == 3
+    with pytest.MonkeyPatch.context() as patch:
+        assert fit(stop, others=[saving()], max_epochs=3, **options).global_step == 4
     again = saving()
     assert fit(others=[again], ckpt_path=again.manager.resume_path(), max_epochs=3).global_step == 6
 
