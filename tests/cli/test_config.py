@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a configuration and a callback of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # For commands in this process, which may have imported that of another test.
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
     code = "class Watch:\n    def on_step_end(self, **kwargs):\n        pass\n"
     (tmp_path / "my_callbacks.py").write_text(code)
     (tmp_path / "ckptmgr.yaml").write_text(GOOD)
@@ -61,26 +65,26 @@ def test_a_callback_beside_the_training(cli: Cli, here: Path, monkeypatch: pytes
     assert "Watch" in told.stdout
 
 
-def test_what_is_hardly_meant_is_said(cli: Cli, here: Path) -> None:
+def test_what_is_hardly_meant_is_said(cli_here: Cli, here: Path) -> None:
     """A best that is saved, and removed as any other checkpoint."""
     (here / "ckptmgr.yaml").write_text(GOOD.replace("}", ", best: eval_loss}\nkeep: {last: 3}", 1))
-    told = cli("config", "check")
+    told = cli_here("config", "check")
     assert told.returncode == 0
     (line,) = (line for line in told.stdout.splitlines() if line.startswith("  warning"))
     assert "none is kept for it" in line
-    (said,) = json.loads(cli("config", "check", "--json").stdout)["warnings"]
+    (said,) = json.loads(cli_here("config", "check", "--json").stdout)["warnings"]
     assert line.endswith(said)
 
 
-def test_a_mistake_and_no_file(cli: Cli, here: Path) -> None:
+def test_a_mistake_and_no_file(cli_here: Cli, here: Path) -> None:
     """One line, exit 2."""
     (here / "ckptmgr.yaml").write_text(GOOD.replace("every_n_steps", "every_n_step"))
-    told = cli("config", "check")
+    told = cli_here("config", "check")
     assert (told.returncode, told.stdout) == (2, "")
     (line,) = told.stderr.splitlines()
     assert line.startswith("ckptmgr: error: ckptmgr.yaml:2: save.every_n_step: this key is not known - ")
     assert "did you mean every_n_steps? (there is best, every_minutes," in line
-    told = cli("config", "check", "other.yaml")
+    told = cli_here("config", "check", "other.yaml")
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr.startswith("ckptmgr: error: other.yaml cannot be read: No such file or directory")
 
@@ -131,9 +135,9 @@ def test_no_torch_is_imported_that_no_callback_needs(cli: Cli, here: Path) -> No
     assert (told.returncode, told.stderr) == (0, "")
 
 
-def test_the_schema(cli: Cli, here: Path) -> None:
+def test_the_schema(cli_here: Cli, here: Path) -> None:
     """A JSON schema with the keys that a file may have."""
-    told = cli("config", "schema")
+    told = cli_here("config", "schema")
     assert (told.returncode, told.stderr) == (0, "")
     made = json.loads(told.stdout)
     assert made["title"] == "ckptmgr.yaml"
