@@ -280,7 +280,7 @@ class CallbackManager(Callback):
         # An event that a newer host adds reaches callbacks that know it.
         if name.startswith("on_"):
             return _forward(name).__get__(self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return super().__getattr__(name)
 
     def _named(self) -> dict[str, Entry]:
         return by_name(self._entries)

@@ -418,7 +418,9 @@ def test_what_the_file_says_of_saving_holds_here(tmp_path: Path) -> None:
         assert saving._continuation.continue_stopped is bool(params)
 
 
-def test_a_bare_callback_says_where_it_belongs(fit: Fit) -> None:
-    """Lightning asks its callbacks for what this one does not have."""
-    with pytest.raises(TypeError, match="Records is no callback of Lightning's: give its Trainer LightningCallbacks"):
-        fit(others=[Records()])
+@pytest.mark.parametrize("bare", [Records, CallbackManager])
+def test_a_bare_callback_says_where_it_belongs(fit: Fit, bare: type) -> None:
+    """Lightning asks its callbacks for what these do not have."""
+    expected = f"{bare.__name__} is no callback of Lightning's: give its Trainer LightningCallbacks"
+    with pytest.raises(TypeError, match=expected):
+        fit(others=[bare()])
