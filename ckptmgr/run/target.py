@@ -104,6 +104,11 @@ class Target:
         if not directory.is_symlink() and directory.is_dir() and not any(directory.iterdir()):
             return
         if os.path.lexists(directory):
+            if not (directory.is_symlink() or directory.is_dir() or directory.is_file()):
+                raise ConfigError(
+                    f"{directory} is a device, a pipe or a socket, and is not replaced",
+                    hint="give another --to; nothing was changed",
+                )
             if not replace:
                 what = "is a file"
                 if directory.is_dir():

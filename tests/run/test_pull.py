@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Callable
@@ -270,6 +271,18 @@ def test_not_into_the_run_itself(run_url: str, cli_here: Cli) -> None:
 
 
 # --- damage and races ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["pull", "resume"])
+@pytest.mark.parametrize("options", [[], ["--replace"]])
+def test_what_is_no_file_is_never_replaced(
+    run_url: str, cli_here: Cli, tmp_path: Path, command: str, options: list[str]
+) -> None:
+    """`--to /dev/null` as root, with --replace, would take the machine's away."""
+    os.mkfifo(tmp_path / "pipe")
+    refused(cli_here(command, run_url, "--to", "pipe", *options), 2, "is a device, a pipe or a socket", "nothing was")
+    assert (tmp_path / "pipe").is_fifo()
+    assert not list(tmp_path.glob("pipe.*"))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
