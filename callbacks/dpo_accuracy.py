@@ -95,6 +95,7 @@ class DPOAccuracyCallback(AloneCallback):
         self.readings = 0
         self._values = FiniteWindow(window)
         self._is_low = False
+        self._margin: float | None = None
         self._pairs = SampledMeans("accuracy", every=log_interval)
         self._evaluated = SampledMeans("accuracy")
         self._brings_batches = False
@@ -155,6 +156,7 @@ class DPOAccuracyCallback(AloneCallback):
             return
         found = numbers_of(logs).get(self.monitor)
         if found is not None:
+            self._note_margin(logs)
             self._read(found, state, control)
             self._keep(state)
         elif logged_loss(logs) is not None:
@@ -199,6 +201,7 @@ class DPOAccuracyCallback(AloneCallback):
             if found is None:
                 self._say_missing(state, metrics)
             else:
+                self._note_margin(metrics)
                 self._read(found, state, control)
                 self._keep(state)
 
@@ -255,11 +258,19 @@ class DPOAccuracyCallback(AloneCallback):
                 self.threshold,
                 state.global_step,
                 ": training ends" if self.stop else "",
-                "are chosen and rejected answers swapped?"
-                if mean < _LEARNS_BACKWARDS
-                else "look at the pairs, the learning rate and beta",
+                self._advice(mean),
             )
         self._is_low = True
+
+    def _note_margin(self, numbers: Mapping[str, Any]) -> None:
+        self._margin = numbers_of(numbers).get(self.monitor.replace("accuracies", "margins"))
+
+    def _advice(self, mean: float) -> str:
+        if self._margin == 0:
+            return "the rewards of both answers are the same, as before any training: look at the learning rate, and at what is trained"
+        if mean < _LEARNS_BACKWARDS:
+            return "are chosen and rejected answers swapped?"
+        return "look at the pairs, the learning rate and beta"
 
     def _say_missing(self, state: TrainerState, names: Mapping[str, Any]) -> None:
         self._say(

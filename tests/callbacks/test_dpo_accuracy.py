@@ -265,6 +265,17 @@ def test_far_below_chance_looks_like_swapped_answers(caplog: pytest.LogCaptureFi
     ]
 
 
+def test_ties_are_not_taken_for_swapped_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that does not move has the rewards of its reference: all ties, which count as wrong."""
+    callback = DPOAccuracyCallback(window=1, warmup=0, monitor="eval_rewards/accuracies")
+    metrics = {"eval_rewards/accuracies": 0.0, "eval_rewards/margins": 0.0}
+    callback.on_evaluate(None, TrainerState(global_step=1), TrainerControl(), metrics=metrics)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.endswith(
+        "at step 1 - the rewards of both answers are the same, as before any training: look at the learning rate, and at what is trained"
+    )
+
+
 def test_exactly_at_the_threshold_is_not_below() -> None:
     assert play(DPOAccuracyCallback(0.5, window=2, warmup=0, stop=True), [0.5, 0.5, 0.25]) == [3]
 
