@@ -15,6 +15,7 @@ The digest of the next batch is saved too, and compared with what a resumed run 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -107,8 +108,10 @@ class DataPosition:
         # The epoch before this one had gone to its end; and how things are at that of this one, as a save at its last batch told.
         self._ended_before = False
         self._end: Mapping[str, Any] | None = None
-        # A dataset was given its state of an end of its iteration, and has not been iterated since.
-        self._dataset_at_end = False
+        # The state of an end of its iteration that the dataset was given, and has not been iterated since.
+        self._dataset_at_end: Mapping[str, Any] | None = None
+        # When the epoch's iterator had been made, until its first batch is asked for.
+        self._made: Moment | None = None
 
     @property
     def length(self) -> int | None:
@@ -157,8 +160,9 @@ class DataPosition:
             self._loader.load_state_dict(saved["loader"])
         self._take_up_end(saved)
         self._iterator = iter(self._loader)
-        if self._dataset_at_end:
-            self._pass_over_nothing()
+        if self._dataset_at_end is not None:
+            self._pass_over_nothing(self._dataset_at_end)
+        self._made = Moment.now(self._generators())
         if saved is not None:
             self._conclude(self._prove(saved, Moment(rng=self._start["rng"], own=self._start["generators"])))
 
@@ -171,6 +175,8 @@ class DataPosition:
         if self._iterator is None:
             raise ConfigError("no epoch was begun", hint="call begin() first")
         left = count if self.length is None else min(count, self.length - self.batches - self._open)
+        if self._made is not None:
+            self._note_first(self._made)
         if not self._open:
             self._own_at_edge = self._generator_states()
         taken: list[Any] = []
@@ -183,6 +189,22 @@ class DataPosition:
         if not left:
             self.let_end()
         return taken
+
+    def _note_first(self, made: Moment) -> None:
+        """Note what the first batch is loaded from, if others have drawn since the iterator was made: `zip` makes all of its iterators first.
+
+        A sampler draws its order when the first batch is asked for.
+        """
+        self._made = None
+        now = Moment.now(self._generators())
+        if now == made or self._start is None:
+            return
+        if self._ahead is not None:
+            # It was loaded to be compared, in the order that the sampler drew then.
+            self._drop_ahead()
+            self._make_anew()
+            now.go_back(self._generators())
+        self._start = {**self._start, "first": {"rng": now.rng, "generators": list(now.own)}}
 
     def let_end(self) -> None:
         """Once all batches of the epoch are used, ask the iterator for one more: what it does after its last one is part of the epoch.
@@ -240,7 +262,7 @@ class DataPosition:
         """Let go of the iterator, and with it of its worker processes; the position stays."""
         self._iterator = None
         self._drop_ahead()
-        self._open, self._ended, self._end = 0, False, None
+        self._open, self._ended, self._end, self._made = 0, False, None, None
         if not self.batches and self._saved is None:
             self._start = None
 
@@ -281,8 +303,9 @@ class DataPosition:
         self.epoch = state["epoch"]
         self.batches = state["batches"]
         self._start = start if self.batches else None
-        self._saved = {**state, "start": {"rng": start["rng"], "generators": list(start["generators"])}}
-        self._finished_here = self._ended_before = self._dataset_at_end = False
+        self._saved = {**state, "start": {**start, "generators": list(start["generators"])}}
+        self._finished_here = self._ended_before = False
+        self._dataset_at_end = None
         self.proof, self.way = "", ""
 
     def _come_back(self, saved: Mapping[str, Any] | None, rng: Mapping[str, Any] | None) -> None:
@@ -322,21 +345,26 @@ class DataPosition:
         if end.get("generators") is not None:
             self._set_generators(end["generators"])
         if end.get("dataset") is not None and fast_forward.keeps_state(self._loader):
-            self._loader.dataset.load_state_dict(end["dataset"])
-            self._dataset_at_end = True
+            self._dataset_at_end = end["dataset"]
+            self._loader.dataset.load_state_dict(copy.deepcopy(end["dataset"]))
 
-    def _pass_over_nothing(self) -> None:
-        """Make the iterator anew if it gives nothing, for a dataset that takes its state of an end for the place to go on from.
+    def _pass_over_nothing(self, state: Mapping[str, Any]) -> None:
+        """Make the iterator anew, past an iteration that gives nothing: some datasets take their state of an end for the place to go on from.
 
         In the uninterrupted run, the iteration that ended there was that one.
         """
+        self._dataset_at_end = None
+        is_nothing = self._look_ahead().is_end
+        self._drop_ahead()
+        if not is_nothing:
+            self._loader.dataset.load_state_dict(copy.deepcopy(state))
+        self._make_anew()
+
+    def _make_anew(self) -> None:
+        """Make the iterator of the epoch's start once more."""
         assert self._start is not None
-        self._dataset_at_end = False
-        if self._look_ahead().is_end:
-            self._drop_ahead()
-            self._set_generators(self._start["generators"])
-            restore_rng(self._start["rng"])
-            self._iterator = iter(self._loader)
+        Moment(rng=self._start["rng"], own=self._start["generators"]).go_back(self._generators())
+        self._iterator = iter(self._loader)
 
     def _known_end(self) -> Mapping[str, Any] | None:
         """What is saved of the end of an epoch that has no further batch, or of the one before this one's start: the states that it led to."""
@@ -370,6 +398,9 @@ class DataPosition:
             if saved is not None and way in ("loader", "dataset"):
                 (loader if way == "loader" else loader.dataset).load_state_dict(saved[way])
             self._iterator = iter(loader)
+            if (first := self._start.get("first")) is not None:
+                self._set_generators(first["generators"])
+                restore_rng(first["rng"])
             if way == "indices":
                 self._check_count(fast_forward.skip_indices(self._iterator, count, checked=self._skip == "auto"))
                 if at_edge is not None and self._skip == "auto":

@@ -392,6 +392,41 @@ def test_it_gives_what_the_loader_itself_gives(kind: str, *, saves: bool) -> Non
     assert passes(ResumableLoader(wrapped), wrapped) == expected
 
 
+@pytest.mark.parametrize("place", [2, 6, 8, -1])
+@pytest.mark.parametrize("kinds", [("shuffled", "own generator"), ("rounds", "shuffled"), ("iterable", "no batches")])
+def test_loaders_side_by_side_come_back_together(tmp_path: Path, kinds: tuple[str, str], place: int) -> None:
+    """`zip` makes both iterators before it asks for a batch: the first one's order is drawn after the second's iterator was made."""
+
+    def loop(*, seed: int, resume: bool = False) -> list[Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        first, second = (ResumableLoader(MAKERS[kind]()) for kind in kinds)
+        state = {"first": first, "second": second}
+        if resume:
+            training_state.restore(tmp_path / "saved", state)
+        facts: list[Any] = []
+
+        def save() -> None:
+            training_state.write(training_state.capture(state), tmp_path / "saved")
+            saved_at.append(len(facts))
+
+        for epoch in range(first.epoch, EPOCHS):
+            for one, other in zip(first, second, strict=False):
+                facts.append((one.tolist(), other.tolist(), torch.rand(()).item()))
+                if len(facts) == place and not resume:
+                    save()
+            first.end_epoch()
+            second.end_epoch()
+            if place == -epoch - 1 and not resume:
+                save()
+        return facts
+
+    saved_at: list[int] = []
+    whole = loop(seed=0)
+    assert loop(seed=99, resume=True) == whole[saved_at[0] :]
+
+
 def test_numbers_drawn_between_a_save_and_the_end_do_not_change_the_next_order() -> None:
     """The sampler draws from its generator once more when it ends, which a save at the last batch has seen."""
 
