@@ -152,8 +152,13 @@ def _no_faults_left() -> Iterator[None]:
 def _no_workers_left() -> Iterator[None]:
     """When a loader with persistent workers becomes garbage, in whichever test that is collected, torch would wait five seconds for each of them."""
     yield
-    for worker in multiprocessing.active_children():
-        worker.terminate()
+    if workers := multiprocessing.active_children():
+        # torch's handler would raise for one that dies of a signal before it has begun.
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in workers:
+            worker.terminate()
+            worker.join(60)
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.fixture(autouse=True)
