@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gc
 import os
@@ -90,8 +91,8 @@ def _options(
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script; ends the process with the exit code."""
     _open_closed_streams()
-    # A file name that is not UTF-8 goes to stdout as the bytes that it is: what `resume` prints must open.
-    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    codecs.register_error("ckptmgr-bytes", _as_bytes)
+    sys.stdout.reconfigure(errors="ckptmgr-bytes")  # type: ignore[union-attr]
     gc.set_threshold(_OBJECTS_PER_LOOK)
     code = run(sys.argv[1:] if argv is None else list(argv))
     if code == _INTERRUPTED:
@@ -101,6 +102,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         os._exit(code)
     gc.freeze()  # what ends with the process need not be gone through once more at its end
     sys.exit(code)
+
+
+def _as_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stdout's encoding has no characters for goes there as the bytes of a file name: what `resume` prints must open."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    try:
+        return os.fsencode(text), error.end
+    except UnicodeEncodeError:
+        return "?" * len(text), error.end
 
 
 def _open_closed_streams() -> None:

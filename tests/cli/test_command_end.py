@@ -317,3 +317,18 @@ def test_closed_streams(make_store: MakeStore, tmp_path: Path, closed: str, numb
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 41, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_encoding_without_the_characters(
+    make_store: MakeStore, push_steps: PushSteps, tmp_path: Path, encoding: str
+) -> None:
+    """A name goes out as the bytes that it has on disk where the encoding lacks it, and the lines of a table are no error."""
+    url = f"{make_store('local').url}/r\N{GREEK SMALL LETTER MU}n"
+    push_steps(url, 100)
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    for words in (["ls", url], ["resume", url]):
+        call = [sys.executable, "-m", "ckptmgr.cli.main", *words]
+        done = subprocess.run(call, capture_output=True, env=environ, cwd=tmp_path, timeout=60, check=False)
+        assert (done.returncode, b"unexpected" in done.stderr) == (0, False), done.stderr
+    assert Path(os.fsdecode(done.stdout.strip())).is_dir()
