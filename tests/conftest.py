@@ -359,11 +359,20 @@ class Forks:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self._alone: bool | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether none of the imports has started a thread: nothing may be forked beside one."""
+        if self._alone is None:
+            self._alone = self._answer()["alone"]
+        return self._alone
 
     def run(
         self, processes: Sequence[Sequence[object]], folder: Path, *, deadline_s: float, cwd: Path, **job: Any
     ) -> list[tuple[int, str, str]]:
         """The exit code and the two outputs, which are kept in `folder`, of a process for each list of arguments, all at the same time."""
+        assert self.alone
         said = [(folder / f"out-{number}", folder / f"err-{number}") for number in range(len(processes))]
         job["processes"] = [
             {"arguments": [*map(str, arguments)], "out": str(out), "err": str(err)}
@@ -388,7 +397,7 @@ class Forks:
         assert self._process.wait(60) == 0
         self._process.stdout.close()
 
-    def _answer(self) -> dict[str, list[int]]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
 

@@ -60,8 +60,10 @@ def read(journal: Path) -> dict[str, str]:
     return facts
 
 
-def run(command: list[str], journal: Path, cwd: Path, env: Mapping[str, str] | None = None) -> Trained:
-    done = subprocess.run(
+def run_command(
+    command: list[str], cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command,
         cwd=cwd,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
@@ -70,6 +72,10 @@ def run(command: list[str], journal: Path, cwd: Path, env: Mapping[str, str] | N
         timeout=DEADLINE_S,
         check=False,
     )
+
+
+def run(command: list[str], journal: Path, cwd: Path, env: Mapping[str, str] | None = None) -> Trained:
+    done = run_command(command, cwd, env)
     return Trained(done.returncode, done.stdout + done.stderr, read(journal))
 
 
@@ -83,8 +89,12 @@ def run_script(
     """
 
     def run(script: Path, arguments: Sequence[object], cwd: Path, imports: Sequence[str]) -> tuple[int, str]:
+        forks = make_forks(*imports, env=OFFLINE)
+        if not forks.alone:  # beside TRL, transformers imports pyarrow, which has threads
+            done = run_command([sys.executable, str(script), *map(str, arguments)], cwd)
+            return done.returncode, done.stdout + done.stderr
         said = tmp_path_factory.mktemp("said")
-        ((code, out, err),) = make_forks(*imports, env=OFFLINE).run(
+        ((code, out, err),) = forks.run(
             [arguments], said, deadline_s=DEADLINE_S, cwd=cwd, script=str(script), env=OFFLINE
         )
         return code, out + err
