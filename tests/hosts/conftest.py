@@ -20,6 +20,9 @@ DEADLINE_S = 150.0
 # ms-swift brings an older transformers, which has an environment of its own; beside it, only what is about ms-swift runs.
 if find_spec("swift") is not None:
     collect_ignore_glob = ["test_[!m]*.py"]
+# It is the same accelerate in all of the environments: once is enough.
+if find_spec("lightning") is None:
+    collect_ignore = ["test_accelerate.py"]
 
 
 OFFLINE = {
