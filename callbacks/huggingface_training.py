@@ -13,13 +13,12 @@ from typing import Any
 from ckptmgr.callbacks import huggingface
 from ckptmgr.callbacks.huggingface_data import TrainingData, of_all_ranks, of_this_rank
 from ckptmgr.callbacks.seams import TakingManager
-from ckptmgr.core.conditions import Conditions, incomparable
+from ckptmgr.core.conditions import Conditions
 from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.core.policies import Memory
-from ckptmgr.run.conditions import refuse_drift
 from ckptmgr.training.agreeing import on_all_ranks
 from ckptmgr.training.arguments import continues_stopped
-from ckptmgr.training.conditions import compare, log_report, with_drift
+from ckptmgr.training.conditions import compare_all, log_report, with_drift
 from ckptmgr.training.dataset_facts import DatasetFacts, dataset_facts
 from ckptmgr.training.restore_report import RestoreReport
 
@@ -85,11 +84,7 @@ class Training:
         manifest = manager.restored_manifest if state.global_step else None
         if manifest is None:
             return
-        found = compare(manifest, manager.conditions)
-        refuse_drift(found, manager.refused_drift, where=f"step {manifest.step} ({manifest.id})")
-        saved = Conditions.of_document(manifest.conditions)
-        for name in incomparable(saved, manager.conditions, manager.refused_drift):
-            _log.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)
+        found = compare_all(manifest, manager.conditions, manager.refused_drift)
         parts = huggingface.parts_of([entry.path for entry in manifest.files], self._optimizer)
         report = RestoreReport(
             restored=tuple(name for name, there in parts.items() if there),

@@ -25,10 +25,11 @@ from ckptmgr.callbacks.lightning_data import TrainingData
 from ckptmgr.callbacks.lightning_io import LightningCheckpointIO, TakesFiles, base_class
 from ckptmgr.callbacks.lightning_state import Continuation
 from ckptmgr.callbacks.save_model import SaveModelCallback
-from ckptmgr.callbacks.seams import SavingManager, StopSource
+from ckptmgr.callbacks.seams import SavingManager, StopSource, TakingManager
 from ckptmgr.core.errors import ConflictError
 from ckptmgr.core.policies import SavePolicy
 from ckptmgr.training.agreeing import with_all_ranks
+from ckptmgr.training.conditions import compare_all
 from ckptmgr.training.starting import refuse_to_part
 
 __all__ = ["LightningCallback", "LightningCheckpointIO"]
@@ -181,6 +182,7 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         Raises:
             ConflictError: the run has checkpoints and this training does not resume from one of them; or ranks resume from different ones, which they
                 may have chosen before Lightning had set torch.distributed up.
+            DriftError: something that the manager refuses is not as it was: of the ranks and the data this is known only now. No step was run.
         """
         path = None if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         refuse_to_part(path)
@@ -192,6 +194,7 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
             _set_aside_handler(trainer)
         state = self._state(trainer)
         self._engine.on_train_begin(None, state, self._for_engine(_Control()), resume_from=path, model=pl_module)
+        with_all_ranks(lambda: self._compare(trainer))
         self._step, self._begun, self._evaluated = trainer.global_step, 0, []
         self._is_over_budget = False
         self._continuation.go_on(trainer)
@@ -271,6 +274,15 @@ class LightningCallback(_Checkpoint):  # type: ignore[misc]
         self._engine._guard("end of the watch for a preemption", self._engine._stopping.end)
 
     # --- pieces -----------------------------------------------------------------------------------------------------------
+
+    def _compare(self, trainer: Any) -> None:
+        """Log, or refuse, what is not as the checkpoint was made under."""
+        manifest = getattr(self.manager, "restored_manifest", None) if trainer.global_step else None
+        if manifest is None or not trainer.is_global_zero:
+            return
+        manager = cast(TakingManager, self.manager)
+        for each in compare_all(manifest, manager.conditions, manager.refused_drift):
+            _log.warning("changed: %s", each)
 
     def _tell_evaluations(self, state: TrainerState) -> None:
         evaluated, self._evaluated = self._evaluated, []

@@ -12,7 +12,7 @@ import typer
 from ckptmgr.cli.command import Command
 from ckptmgr.cli.looking import Json
 from ckptmgr.cli.output import count, emit, emit_json, fail, say, size, warn
-from ckptmgr.cli.pruning import warn_of_versions
+from ckptmgr.cli.pruning import if_it_may_be_asked, warn_of_versions
 from ckptmgr.cli.tables import Column, Table
 from ckptmgr.cli.tables import show as show_table
 
@@ -128,12 +128,13 @@ def _beside(store: str, runs: Sequence[Any], grace_s: float, *, yes: bool) -> li
 
 
 def _of_run(run: RunDirectory, grace_s: float, name: str | None, *, yes: bool) -> _Outcome:
+    from ckptmgr.run.gc import asked, plan_gc
     from ckptmgr.run.gc import gc as execute
-    from ckptmgr.run.gc import plan_gc
 
     journals = _journals(run)
     if not yes:
-        plan = plan_gc(run, grace_s=grace_s, journals=journals)
+        as_today, told_s = if_it_may_be_asked(lambda: asked(run)) or (run, None)
+        plan = plan_gc(as_today, grace_s=grace_s, journals=journals, now_s=told_s)
         _approve(run, plan)
         for litter, why in plan.busy:
             warn(f"{litter.id} stays: {why}")

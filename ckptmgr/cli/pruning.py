@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +16,8 @@ from ckptmgr.cli.tables import show as show_table
 if TYPE_CHECKING:
     from ckptmgr.core.retention import RetentionPlan, RetentionRule, Verdict
     from ckptmgr.run.directory import RunDirectory
+
+_T = TypeVar("_T")
 
 _EPILOG = """\b
 Examples:
@@ -63,7 +65,7 @@ def prune(
 ) -> None:
     """Show which checkpoints no rule keeps; with --yes, remove them."""
     from ckptmgr.run.directory import RunDirectory
-    from ckptmgr.run.prune import find_damaged, plan_prune, refuse_tier
+    from ckptmgr.run.prune import certain_now, find_damaged, plan_prune, refuse_tier
     from ckptmgr.run.prune import prune as execute
 
     rule = _rule(keep_last, keep_best or (), keep_worst or (), keep_every, keep_within)
@@ -77,7 +79,8 @@ def prune(
             warn(f"{stem} is damaged and stays: {problem}")
         if plan.delete:
             damaged = find_damaged(run, history, rule)
-            plan = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged)
+            now = if_it_may_be_asked(lambda: certain_now(run, rule))
+            plan = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=now)
             warn_of_versions(run)
         _emit(plan.keep, plan.delete, applied=False, as_json=as_json, where=run.url)
         return
@@ -95,6 +98,17 @@ def prune(
     if done.deleted:
         warn_of_versions(run)
     _emit([*done.plan.keep, *done.spared], done.deleted, applied=True, as_json=as_json, where=run.url)
+
+
+def if_it_may_be_asked(ask: Callable[[], _T]) -> _T | None:
+    """What `ask` says, which writes a probe, so that a plan goes by the store's clock as the deed does; None, with a warning, to who may only read."""
+    from ckptmgr.core.errors import PermanentBackendError
+
+    try:
+        return ask()
+    except PermanentBackendError as error:
+        warn(f"ages are by this machine's clock, for the store could not be asked: {error}")
+        return None
 
 
 def warn_of_versions(run: RunDirectory) -> None:

@@ -121,16 +121,8 @@ def gc(
         ConfigError: it is a local tier, or the grace is too short for this store; nothing was removed.
         BackendError: the store could not be asked, or refuses; removals done so far are done.
     """
-    refuse_tier(run)
-    told_s, create_only = _probe(run)
-    if run.record.create_only and not create_only:
-        logger.warning(
-            "%s no longer decides create-only writes, as it did when the run was made: removals take two passes",
-            run.url,
-        )
-        run = replace(run, record=replace(run.record, create_only=False))
-    now = now_s if now_s is not None else told_s if told_s is not None else wall_s()
-    plan = plan_gc(run, grace_s=grace_s, journals=journals, now_s=now)
+    run, told_s = asked(run)
+    plan = plan_gc(run, grace_s=grace_s, journals=journals, now_s=told_s if now_s is None else now_s)
     approve(plan)
     if not run.record.create_only:
         _mark(run, plan)
@@ -146,6 +138,26 @@ def gc(
         else:
             removed.append(litter)
     return Collected(plan=plan, removed=tuple(removed), spared=tuple(spared))
+
+
+def asked(run: RunDirectory) -> tuple[RunDirectory, float | None]:
+    """`run` as its store behaves today, and the store's time, None if it tells none: with both, `plan_gc` names what `gc` would remove.
+
+    Writes a probe into the run, and removes it.
+
+    Raises:
+        ConfigError: it is a local tier.
+        BackendError: the store could not be asked, or refuses.
+    """
+    refuse_tier(run)
+    told_s, create_only = _probe(run)
+    if run.record.create_only and not create_only:
+        logger.warning(
+            "%s no longer decides create-only writes, as it did when the run was made: removals take two passes",
+            run.url,
+        )
+        run = replace(run, record=replace(run.record, create_only=False))
+    return run, told_s
 
 
 def collect_leftovers(fs: Backend, root: str, *, grace_s: float = GC_GRACE_S, remove: bool) -> list[Litter]:

@@ -142,8 +142,7 @@ def prune(
     if decided.delete:
         _refuse_if_newest_is_damaged(run, history)
         damaged = find_damaged(run, history, rule)
-        now = _certain_now(run) if is_by_age(rule) else None
-        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=now)
+        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=certain_now(run, rule))
     finished = _finish_interrupted(run, history)
     deleted: list[Verdict] = []
     spared: list[Verdict] = []
@@ -166,10 +165,16 @@ def prune(
     return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
 
 
-def _certain_now(run: RunDirectory) -> datetime:
-    """The store's time or this machine's, whichever is earlier: a clock that is ahead must not make checkpoints old."""
+def certain_now(run: RunDirectory, rule: RetentionRule) -> datetime:
+    """The store's time or this machine's, whichever is earlier: a clock that is ahead must not make checkpoints old.
+
+    The store is asked, by a probe that is written and removed, only where `rule` goes by age.
+
+    Raises:
+        BackendError: it could not be asked, or refuses.
+    """
     now = utc_now()
-    if run.fs.capabilities.is_local:
+    if run.fs.capabilities.is_local or not is_by_age(rule):
         return now
     path = run.path(f"{ATTEMPTS}/{PROBE_PREFIX}{new_nonce()}")
     run.fs.pipe_file(path, b"time")

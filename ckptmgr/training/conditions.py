@@ -14,7 +14,7 @@ from typing import Any
 from ckptmgr.core.conditions import Conditions, Drift, drift, incomparable
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.conditions import git_commit, refuse_drift, versions_in_use, versions_of
-from ckptmgr.training.ranks import world_size
+from ckptmgr.training.ranks import is_size_told, world_size
 from ckptmgr.training.restore_report import RestoreReport, piece_kinds
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,11 @@ class Described:
     def now(self, pieces: Mapping[str, Any] | None = None) -> Conditions:
         """What training runs under now; see `present`."""
         return present(self._said, pieces)
+
+    def before_training(self) -> Conditions:
+        """What is known before a host has begun. It may start its ranks only then, so that of a process by itself nothing follows for their number."""
+        known = self.now()
+        return known if is_size_told() else replace(known, world_size=self._said.world_size)
 
 
 def combined(*parts: Conditions) -> Conditions:
@@ -99,10 +104,14 @@ def log_report(report: RestoreReport) -> None:
         logger.log(logging.INFO if line in good else logging.WARNING, "%s", line)
 
 
-def unknown(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> tuple[str, ...]:
-    """Those of `refused` that cannot be compared: the checkpoint does not say, or nobody here does."""
+def compare_all(manifest: Manifest, now: Conditions, refused: frozenset[str]) -> tuple[Drift, ...]:
+    """As `compare_or_refuse`, where all is known that will be: what is refused and cannot be compared is logged, for the checkpoint or the host
+    does not say."""
+    found = compare_or_refuse(manifest, now, refused)
     saved = Conditions.of_document(manifest.conditions)
-    return incomparable(saved, _with_installed(saved, now), refused)
+    for name in incomparable(saved, _with_installed(saved, now), refused):
+        logger.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)
+    return found
 
 
 def _with_installed(saved: Conditions, now: Conditions) -> Conditions:

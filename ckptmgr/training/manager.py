@@ -182,7 +182,8 @@ class CheckpointManager:
         """Put a checkpoint into a directory of its own, verified, for a trainer to load; None on a run without any data.
 
         The directory stays until this process asks again, or another one does after its end. What `describe` was told before is compared with
-        the checkpoint's conditions: differences are logged, or refused.
+        the checkpoint's conditions: differences are logged, or refused. So is the number of ranks, if a process group is set up or a launcher has set
+        WORLD_SIZE: else the trainer may start them later, and the callback for Hugging Face's or Lightning's Trainer compares when training begins.
 
         Raises:
             ConflictError, CkptmgrError, DriftError: as `restore`.

@@ -27,6 +27,11 @@ def world_size() -> int:
     return int(value) if value.isdecimal() else 1
 
 
+def is_size_told() -> bool:
+    """Whether `world_size` is more than a guess: a process group is set up, or a launcher has set WORLD_SIZE. No collective."""
+    return _distributed() is not None or os.environ.get("WORLD_SIZE", "").isdecimal()
+
+
 def is_main_process() -> bool:
     """Whether this is rank 0, the one that saves. No collective."""
     return rank() == 0

@@ -17,7 +17,7 @@ from ckptmgr.training import state as training_state
 from ckptmgr.training.agreeing import with_all_ranks
 from ckptmgr.training.checking import PIECES_HINT, require
 from ckptmgr.training.choosing import Chooser, Chosen
-from ckptmgr.training.conditions import Described, compare, compare_or_refuse, log_report, unknown, with_drift
+from ckptmgr.training.conditions import Described, compare, compare_all, compare_or_refuse, log_report, with_drift
 from ckptmgr.training.deciding import MEMORY, Decisions
 from ckptmgr.training.parent import Parent
 from ckptmgr.training.ranks import is_main_process
@@ -121,9 +121,7 @@ class Restoring:
         if chosen is None:
             return None
         resumed = chosen.resumed
-        for name in unknown(resumed.manifest, now, refused):
-            logger.warning("%s: a drift of %s would be refused, but it cannot be compared", resumed.manifest.id, name)
-        drifts = compare(resumed.manifest, now)
+        drifts = compare_all(resumed.manifest, now, refused)
         report, memory = with_all_ranks(lambda: load(resumed.directory, state, strict=strict))
         if memory is not None:
             self._decisions.memory = memory
@@ -151,7 +149,7 @@ class Restoring:
 
     def _ready(self) -> Conditions:
         self._refuse_late()
-        return self._described.now()
+        return self._described.before_training()
 
     def _path(self, selector: str, now: Conditions) -> Path | None:
         chosen = self._choose(selector, now, self.refused)

@@ -14,7 +14,7 @@ from ckptmgr.run.ancestry import is_copy
 from ckptmgr.run.sidecar import read_sidecar
 from ckptmgr.training import state as training_state
 from ckptmgr.training.agreeing import on_all_ranks
-from ckptmgr.training.conditions import compare_or_refuse, log_report, present, unknown, with_drift
+from ckptmgr.training.conditions import compare_all, log_report, present, with_drift
 from ckptmgr.training.ranks import can_agree, world_size
 from ckptmgr.training.starting import refuse_to_part
 
@@ -41,9 +41,7 @@ def resume_pieces(
     now = present(Conditions(), pieces)
     drifts: Sequence[Drift] = ()
     if manifest is not None:
-        drifts = compare_or_refuse(manifest, now, refused)
-        for name in unknown(manifest, now, refused):
-            _log.warning("%s: a drift of %s would be refused, but it cannot be compared", manifest.id, name)
+        drifts = compare_all(manifest, now, refused)
     elif refused:
         _log.warning("%s: no drift can be refused, its manifest does not lie beside it", directory)
     report = with_drift(training_state.restore(directory, pieces), drifts)

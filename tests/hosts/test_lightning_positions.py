@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptmgr.core.errors import DriftError
 from ckptmgr.core.policies import Best, EveryNSteps
 from ckptmgr.core.retention import KeepLast
 from ckptmgr.training import ranks
@@ -303,3 +304,21 @@ class TestBetweenMicroBatches:
         trainings.run(EveryNSteps(1))
         trainings.run(EveryNSteps(100), resume=2)
         assert "between micro-batches" not in caplog.text
+
+
+def test_what_only_lightning_knows_is_refused_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`resume_path()` comes before the ranks and the loaders: what Lightning says of them then is compared before the first step."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    made = Trainings(tmp_path, batches=4, accumulation=1, evaluate_every=None)
+    made.run(EveryNSteps(2))
+    made.options["accumulate_grad_batches"] = 2
+    monkeypatch.setenv("CKPTMGR_REFUSE_DRIFT", "accumulation world_size dataset_fingerprint")
+    with pytest.raises(DriftError, match="accumulation: 1 in the checkpoint, 2 now"):
+        made.run(EveryNSteps(2), resume=2)
+    made.callback.manager.close()
+    monkeypatch.setenv("CKPTMGR_REFUSE_DRIFT", "world_size")
+    made.run(EveryNSteps(2), resume=2)
+    assert "changed: accumulation: 1 in the checkpoint, 2 now" in caplog.text
+    assert "changed: world_size" not in caplog.text

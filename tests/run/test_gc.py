@@ -25,6 +25,7 @@ from ckptmgr.run import locks
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.gc import Collected, gc, plan_gc
 from ckptmgr.run.journal import Journal, UploadEntry
+from ckptmgr.testing.faults import Fault
 from ckptmgr.testing.faulty import FaultyBackend, StoreFault, denied
 from ckptmgr.testing.stores import Store
 
@@ -462,17 +463,23 @@ def test_a_store_that_has_lost_create_only(
 # --- what is said -------------------------------------------------------------------------------------------------------
 
 
-def test_the_stores_clock_counts(make_store: MakeStore, push_steps: PushSteps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's clock is a year ahead: the plan is wrong, what is done is not."""
+def test_the_stores_clock_counts(
+    make_store: MakeStore, push_steps: PushSteps, cli_here: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's clock is a year ahead: the plan and what is done go by the store's; who may only read plans by this one, and is told."""
     store = make_store("oss")
     push_steps(f"{store.url}/run", 100)
     abandon(store)
-    run = RunDirectory.open(f"{store.url}/run")
+    words = ("gc", f"{store.url}/run", "--json")
     monkeypatch.setattr("ckptmgr.run.gc.wall_s", lambda: later(365))
-    assert [litter.id for litter in plan_gc(run).collect] == [str(ABANDONED)]
-    done = gc(run)
-    assert (removed(done), done.plan.collect) == ([], ())
+    assert things(document(cli_here(*words))) == []
+    assert things(document(cli_here(*words, "--yes"))) == []
     assert store.keys("run/attempts/.probe") == []
+    with store.server.faults.injected(Fault(method="PUT", status=403, code="AccessDenied", times=None)):
+        told = cli_here(*words)
+    assert things(document(told)) == [("uncommitted", str(ABANDONED))]
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("ckptmgr: warning: ages are by this machine's clock, for the store could not be asked: ")
 
 
 def test_a_bucket_that_keeps_versions(

@@ -177,6 +177,26 @@ def test_resume_path_refuses_and_reports_too(
     assert noted["report"]["drift"][0]["what"] == "versions.torch"
 
 
+@pytest.mark.parametrize("told", [None, "1"])
+def test_ranks_that_a_host_has_yet_to_start_are_no_drift(
+    manager: Make, saved: torch.nn.Linear, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fit(ckpt_path=manager.resume_path())` asks before the host's ranks are there; what a launcher has set counts at once."""
+    with manager(transfer="thread") as two_ranks:
+        two_ranks.restore(pieces(a_model()))
+        two_ranks.describe(Conditions(world_size=2))
+        two_ranks.save(20, pieces(a_model()))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if told is not None:
+        monkeypatch.setenv("WORLD_SIZE", told)
+    with manager() as restoring:
+        assert restoring.resume_path() is not None
+        noted = LocalTier.open(restoring.local_dir).restored()
+    assert noted is not None
+    found = [drift["what"] for drift in noted["report"]["drift"]]
+    assert ("world_size" in found) == (told is not None)
+
+
 def test_what_cannot_be_compared_is_said_when_it_was_to_be_refused(
     manager: Make, saved: torch.nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
