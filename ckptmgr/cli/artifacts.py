@@ -184,16 +184,14 @@ def ls(
 ) -> None:
     """List the versions of an artifact, lowest first, or the artifacts of a store."""
     from ckptmgr.core.artifacts import KIND
-    from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
+    from ckptmgr.core.errors import ConfigError
     from ckptmgr.run.artifacts import open_artifact
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.overview import run_overview, store_overview
 
-    try:
-        RunDirectory.open(url)
-    except CheckpointNotFoundError:
+    if RunDirectory.find(url) is None:
         if "@" in url.rstrip("/").rpartition("/")[2]:
-            raise ConfigError(f"{url!r} names one version", hint="see it with `ckptmgr artifact show`") from None
+            raise ConfigError(f"{url!r} names one version", hint="see it with `ckptmgr artifact show`")
         store, runs = store_overview(url, kind=KIND)
         emit_store(store, runs, as_json=as_json)
         return

@@ -70,7 +70,7 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Show what was abandoned: data without a manifest, unfinished uploads, leftovers; with --yes, remove it."""
-    from ckptmgr.core.errors import CheckpointNotFoundError, ConfigError
+    from ckptmgr.core.errors import ConfigError
     from ckptmgr.core.units import parse_duration
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.store import runs_of
@@ -78,13 +78,11 @@ def gc(
     grace_s = parse_duration(grace)
     if grace_s is None:
         raise ConfigError(f"--grace {grace!r} is not a length of time", hint="give for instance 12h, 7d or 14d")
-    try:
-        run = RunDirectory.open(url)
-    except CheckpointNotFoundError:
-        store, runs = runs_of(url)
-    else:
+    run = RunDirectory.find(url)
+    if run is not None:
         _emit([_of_run(run, grace_s, None, yes=yes)], yes=yes, as_json=as_json)
         return
+    store, runs = runs_of(url)
     outcomes, refused = _of_store(store, runs, grace_s, yes=yes)
     _emit(outcomes, yes=yes, as_json=as_json)
     if refused:

@@ -54,14 +54,12 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, oldest first, or the runs of a store."""
     from ckptmgr.backends.registry import open_store
-    from ckptmgr.core.errors import CheckpointNotFoundError
     from ckptmgr.run.directory import RunDirectory
     from ckptmgr.run.overview import run_overview, store_overview
 
     fs, root = open_store(url)
-    try:
-        run = RunDirectory.open(url, fs=fs, root=root)
-    except CheckpointNotFoundError:
+    run = RunDirectory.find(url, fs=fs, root=root)
+    if run is None:
         store, runs = store_overview(url, fs=fs)
         _emit_store(store, runs, as_json=as_json)
         return

@@ -98,7 +98,7 @@ def _find(place: str | None) -> tuple[RunDirectory | None, list[LocalTier]]:
     try:
         run = RunDirectory.open(place)
     except CheckpointNotFoundError as exc:
-        if colon:
+        if colon or hasattr(exc, "runs"):
             raise
         raise CheckpointNotFoundError(f"there is neither a local tier nor a run at {place}", hint=exc.hint) from exc
     given = os.environ.get(_LOCAL_DIR_ENV)

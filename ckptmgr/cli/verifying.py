@@ -77,7 +77,8 @@ def verify(
     depth = Depth(quick=quick, sample=None if sample is None else _share(sample))
     place = normalize_url(url)
     local = Path(place.removeprefix("file://"))
-    is_run = any((local / name).exists() for name in (RUN_FILE, MANIFESTS))  # one that has lost its run.json says so
+    # Of a run that has lost its run.json, and of a store, more is to be said.
+    is_run = any((local / name).exists() for name in (RUN_FILE, MANIFESTS)) or any(local.glob(f"*/{RUN_FILE}"))
     if place.startswith("file://") and local.exists() and not is_run:
         if selector is not None or quick or sample is not None:
             raise ConfigError(

@@ -27,7 +27,7 @@ from ckptmgr.core.artifacts import (
     metadata_of,
     source_of,
 )
-from ckptmgr.core.errors import AccessDeniedError, CheckpointNotFoundError, ConfigError, ConflictError, ManifestError
+from ckptmgr.core.errors import AccessDeniedError, ConfigError, ConflictError, ManifestError
 from ckptmgr.core.files import FileEntry, content_id
 from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem
@@ -195,16 +195,14 @@ def _existing(url: str) -> RunDirectory | None:
     Raises:
         ConflictError: it is, or lies in, a run of checkpoints.
     """
-    try:
-        run = RunDirectory.open(url)
-    except CheckpointNotFoundError:
-        pass
-    else:
+    run = RunDirectory.find(url)
+    if run is not None:
         return RunDirectory.open_or_create(url, kind=KIND, fs=run.fs, root=run.root)
-    above = url.rpartition("/")[0]
-    # The root of a store is no run; and what these credentials may not look at is not theirs to spoil.
-    with contextlib.suppress(ConfigError, CheckpointNotFoundError, AccessDeniedError):
-        parent = RunDirectory.open(above)
+    parent = None
+    # What these credentials may not look at is not theirs to spoil.
+    with contextlib.suppress(ConfigError, AccessDeniedError):
+        parent = RunDirectory.find(url.rpartition("/")[0])
+    if parent is not None:
         store = parent.url.rpartition("/")[0]
         raise ConflictError(
             f"{parent.url} is a run, and an artifact does not lie in one",

@@ -28,6 +28,7 @@ from ckptmgr.core.history import History
 from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.core.selectors import Selector
+from ckptmgr.run.creation import store_text
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.pull import pull
 from ckptmgr.run.resume import Progress
@@ -156,8 +157,9 @@ def open_artifact(url: str) -> RunDirectory:
     try:
         run = RunDirectory.open(url)
     except CheckpointNotFoundError as exc:
+        place, below = normalize_url(url), getattr(exc, "runs", ())
         raise CheckpointNotFoundError(
-            f"there is no artifact at {normalize_url(url)}",
+            store_text(place, below, "an artifact") if below else f"there is no artifact at {place}",
             hint="see what the store holds with `ckptmgr artifact ls STORE`",
             url=url,
         ) from exc

@@ -175,18 +175,18 @@ def open_to_resume(url: str, tier: LocalTier | None) -> RunDirectory:
 
     Raises:
         CheckpointNotFoundError: neither has it; with `empty` True, for the store has nothing at all there.
-        NotCommittedError: the store holds something there, but no run.
+        NotCommittedError: the store holds something there, but neither a run nor runs below.
         ConfigError, ManifestError, BackendError: as `RunDirectory.open`.
     """
     try:
         return RunDirectory.open(url)
     except CheckpointNotFoundError as exc:
-        if hasattr(exc, "lost"):
+        if hasattr(exc, "lost") or hasattr(exc, "runs"):
             raise
         if holds_anything(url):
             raise NotCommittedError(
                 f"{exc.message}, but there is something else",
-                hint="if it is a store, name one of its runs (`ckptmgr ls`); else use another run name",
+                hint="use another run name",
                 empty=False,
             ) from exc
         if tier is not None and tier.run.history().has_commits:

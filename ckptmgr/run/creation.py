@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _LOOKED_AT = 20
+_NAMED = 3
+_NOUNS = {"checkpoints": "a run", "artifact": "an artifact"}
 
 
 def create(run: RunDirectory, uuid: str | None, kind: str) -> None:
@@ -31,7 +34,7 @@ def create(run: RunDirectory, uuid: str | None, kind: str) -> None:
     Raises:
         ConflictError: the run would hide something, or lie where none may. Nothing was changed.
     """
-    uuid = _uuid_for_creation(run, uuid)
+    uuid = _uuid_for_creation(run, uuid, _NOUNS[kind])
     record = RunRecord(uuid=uuid, kind=kind, create_only=_probe_create_only(run), created_at=utc_stamp())
     # Refused: another process created it just now, or our own unanswered try did. What is there decides.
     with contextlib.suppress(ObjectExistsError):
@@ -49,7 +52,7 @@ def created_unseen(run: RunDirectory, uuid: str, kind: str) -> RunRecord | None:
     try:
         if run.fs.capabilities.is_local or not _probe_create_only(run):
             return None
-        _refuse_place(run)
+        _refuse_place(run, _NOUNS[kind])
         record = RunRecord(uuid=uuid, kind=kind, create_only=True, created_at=utc_stamp())
         # Refused: by an own try that was not answered, or for there is a run that may not be read. What is there decides.
         with contextlib.suppress(ObjectExistsError):
@@ -65,7 +68,24 @@ def created_unseen(run: RunDirectory, uuid: str, kind: str) -> RunRecord | None:
     return record
 
 
-def _uuid_for_creation(run: RunDirectory, uuid: str | None) -> str:
+def runs_below(run: RunDirectory) -> list[str]:
+    """Names of the runs and artifacts one level below `run`, which is then a store of them; of a large one, some.
+
+    Raises:
+        BackendError: could not look.
+    """
+    names = names_below(run, "")[:_LOOKED_AT]
+    found = run.map(lambda name: run.read(f"{name}/{layout.RUN_FILE}"), names)
+    return [name for name, data in zip(names, found, strict=True) if data is not None]
+
+
+def store_text(url: str, below: Sequence[str], noun: str = "a run") -> str:
+    """Says that no `noun` is at `url` but a store, with the names of some that are `below` it."""
+    more = ", …" if len(below) > _NAMED else ""
+    return f"{url} is a store of runs ({', '.join(below[:_NAMED])}{more}), not {noun}"
+
+
+def _uuid_for_creation(run: RunDirectory, uuid: str | None, noun: str) -> str:
     """The identity that a run created here gets: `uuid`, or that of manifests whose run.json was lost, or a new one.
 
     Raises:
@@ -82,21 +102,19 @@ def _uuid_for_creation(run: RunDirectory, uuid: str | None) -> str:
         logger.warning(
             "%s has lost its %s; it is made again, as its manifests say: run %s", run.url, layout.RUN_FILE, uuid
         )
-    below = next(
-        (name for name in names_below(run, "")[:_LOOKED_AT] if run.read(f"{name}/{layout.RUN_FILE}") is not None),
-        None,
-    )
-    if below is not None:
+    below = runs_below(run)
+    if below:
         raise ConflictError(
-            f"{run.url} is a store of runs ({below}, …), not a run",
-            hint=f"name a run in it, such as {run.url}/NEW; nothing was changed",
+            store_text(run.url, below, noun),
+            hint=f"name {noun} in it, such as {run.url}/NEW; nothing was changed",
+            url=run.url,
         )
     if uuid is None:  # else it has been somewhere already, or is the local tier of such a one
-        _refuse_place(run)
+        _refuse_place(run, noun)
     return uuid or new_uuid()
 
 
-def _refuse_place(run: RunDirectory) -> None:
+def _refuse_place(run: RunDirectory, noun: str) -> None:
     """Raise ConflictError if a run here would lie within another one, which shows it as foreign data, or take a whole bucket that others use."""
     parts = run.root.rstrip("/").split("/")
     above = ["/".join(parts[:count]) for count in range(1, len(parts)) if parts[count - 1]]
@@ -115,8 +133,8 @@ def _refuse_place(run: RunDirectory) -> None:
         others = foreign_in(names_below(run, ""))
         if others:
             raise ConflictError(
-                f"{run.url} is a bucket that holds other things ({others[0]}, …), not a run",
-                hint=f"name a run in it, such as {run.url.rstrip('/')}/NEW; nothing was changed",
+                f"{run.url} is a bucket that holds other things ({others[0]}, …), not {noun}",
+                hint=f"name {noun} in it, such as {run.url.rstrip('/')}/NEW; nothing was changed",
                 url=run.url,
             )
 

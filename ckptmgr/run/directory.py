@@ -29,7 +29,7 @@ from ckptmgr.core.records import (
     decode_run,
     encode_tag,
 )
-from ckptmgr.run.creation import create, created_unseen
+from ckptmgr.run.creation import create, created_unseen, runs_below, store_text
 from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
 from ckptmgr.run.identity import new_uuid, utc_stamp
 from ckptmgr.run.loose import LooseData, Names, loose_in, names_in
@@ -65,7 +65,8 @@ class RunDirectory:
         """The run at `url`.
 
         Raises:
-            CheckpointNotFoundError: the store says that there is no run.json there; `lost` is the number of checkpoints that lie there without.
+            CheckpointNotFoundError: the store says that there is no run.json there; `lost` is the number of checkpoints that lie there without, and
+                `runs` names some that lie one level below.
             ConfigError: `url` is malformed, or names a file.
             ManifestError: run.json is damaged or from a newer version.
             BackendError: could not look (I7).
@@ -74,6 +75,12 @@ class RunDirectory:
         if not run._is_read():
             raise run._not_found()
         return run
+
+    @classmethod
+    def find(cls, url: str, *, fs: Backend | None = None, root: str | None = None) -> RunDirectory | None:
+        """As `open`, for who has another use for `url`: None if the store says that there is no run.json there."""
+        run = cls._at(url, fs, root)
+        return run if run._is_read() else None
 
     def _is_read(self) -> bool:
         """Read run.json into `record`; whether there is one."""
@@ -150,6 +157,16 @@ class RunDirectory:
     def _not_found(self) -> CheckpointNotFoundError:
         lost = len(self.stems())
         if not lost:
+            # What may not be read may be a run or not.
+            with contextlib.suppress(AccessDeniedError):
+                if below := runs_below(self):
+                    return CheckpointNotFoundError(
+                        store_text(self.url, below),
+                        hint=f"name one of them, such as {self.url}/{below[0]}; `ckptmgr ls` lists them",
+                        url=self.url,
+                        runs=tuple(below),
+                        empty=False,
+                    )
             return CheckpointNotFoundError(
                 f"there is no run at {self.url}", hint="see what the store holds with `ckptmgr ls`", url=self.url
             )

@@ -69,8 +69,40 @@ def test_a_store_of_runs_is_not_made_a_run(
     before = store.snapshot()
     done = cli_here("push", make_checkpoint(300), store.url)
     assert done.returncode == 7, done.stderr
-    assert "is a store of runs (a, …)" in done.stderr
+    assert (
+        f"{store.url} is a store of runs (a), not a run - name a run in it, such as {store.url}/NEW; nothing"
+        in done.stderr
+    )
+    done = cli_here("artifact", "push", make_checkpoint(300), store.url)
+    assert done.returncode == 7, done.stderr
+    assert "is a store of runs (a), not an artifact - name an artifact in it" in done.stderr
     assert store.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prune", "--keep-last", "1"),
+        ("verify",),
+        ("resume",),
+        ("resume", "--or-start"),
+        ("show",),
+        ("pull", "--to", "x"),
+        ("status",),
+    ],
+    ids=" ".join,
+)
+def test_who_wants_a_run_of_a_store_hears_its_names(
+    make_store: Callable[[str], Store], push_steps: Callable[..., Any], cli_here: Cli, words: tuple[str, ...]
+) -> None:
+    """The URL of the store is the URL of a run with the name forgotten."""
+    store = make_store("local")
+    for name in "abcd":
+        push_steps(f"{store.url}/{name}", 100)
+    done = cli_here(words[0], store.url, *words[1:])
+    assert (done.returncode, done.stdout) == (3, "")
+    said = f"ckptmgr: error: {store.url} is a store of runs (a, b, c, …), not a run - name one of them, such as {store.url}/a; `ckptmgr ls` lists them"
+    assert done.stderr.splitlines() == [said]
 
 
 @pytest.mark.parametrize("below", ["sub", "checkpoints", "deep/er"])
