@@ -52,7 +52,7 @@ class ResumableLoader:
     ) -> None:
         self.loader = loader
         self.position = DataPosition(loader, skip=skip, on_mismatch=on_mismatch, proof=proof)
-        # Stands for the iteration under way. Not that itself, which knows us: see `DataPosition._look_ahead` for what a cycle costs.
+        # Stands for the iteration under way. Not that itself, which knows us: see `PresentEpoch.fetch_ahead` for what a cycle costs.
         self._running: object | None = None
         self._to_find = False
 

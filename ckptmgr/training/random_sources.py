@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.training.first_batch import digest
 from ckptmgr.training.rng import capture_rng, restore_rng, same_rng
 
@@ -54,6 +55,28 @@ def generators(loader: Any) -> list[torch.Generator]:
     """Those that `holders` own as `generator`, each once."""
     found = [getattr(holder, "generator", None) for holder in holders(loader)]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def generator_states(loader: Any) -> list[torch.Tensor]:
+    """The states of `generators`, in their order."""
+    return [generator.get_state() for generator in generators(loader)]
+
+
+def set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
+    """Set `generators` to what `generator_states` returned of such a loader, in any process.
+
+    Raises:
+        IncompatibleStateError: there is another number of them; none was set.
+    """
+    own = generators(loader)
+    if len(own) != len(states):
+        raise IncompatibleStateError(
+            f"the loader has {len(own)} generators of its own, the checkpoint was made with {len(states)}",
+            hint="build the loader as it was when the checkpoint was made",
+            piece="data",
+        )
+    for generator, state in zip(own, states, strict=True):
+        generator.set_state(state)
 
 
 def set_epoch(among: Iterable[Any], epoch: int) -> None:

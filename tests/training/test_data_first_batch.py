@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from ckptmgr.core.errors import IncompatibleStateError
 from ckptmgr.training.first_batch import Undigestible, digest
-from ckptmgr.training.random_sources import generators, hidden_source
+from ckptmgr.training.random_sources import generator_states, generators, hidden_source, set_generators
 
 SOURCE = np.random.default_rng(1)
 
@@ -139,3 +140,16 @@ def test_a_generator_within_batch_samplers_of_batch_samplers() -> None:
     rows: Any = list(range(4))
     sampler = OfARank(BatchSampler(RandomSampler(rows, generator=own), 2, drop_last=False))
     assert generators(DataLoader(rows, batch_sampler=OfARank(sampler))) == [own]
+
+
+def test_the_states_of_another_number_of_generators_are_refused() -> None:
+    from torch.utils.data import DataLoader
+
+    rows: Any = list(range(4))
+    loader = DataLoader(rows, generator=torch.Generator().manual_seed(1))
+    before = generator_states(loader)
+    with pytest.raises(
+        IncompatibleStateError, match="the loader has 1 generators of its own, the checkpoint was made with 2"
+    ):
+        set_generators(loader, before * 2)
+    assert torch.equal(generator_states(loader)[0], before[0])
