@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 from ckptmgr.callbacks import facts
+from ckptmgr.core.metrics import metric_name
 
 
 def loss_of(outputs: Any) -> Any:
@@ -39,8 +40,8 @@ def numbers_of(logs: Mapping[str, Any] | None) -> dict[str, float]:
 
 def metric_of(metrics: Mapping[str, Any] | None, name: str) -> float | None:
     """The metric `name`, or `eval_` and that name, as evaluations call it; maybe not finite. None if there is none, or it is no number."""
-    found = numbers_of({key: metrics[key] for key in (name, f"eval_{name}") if metrics and key in metrics})
-    return found.get(name, found.get(f"eval_{name}"))
+    found = metric_name(name, metrics or {})
+    return None if metrics is None or found is None else numbers_of({found: metrics[found]}).get(found)
 
 
 class LossSource:

@@ -117,6 +117,7 @@ def _emit_run(overview: RunOverview) -> None:
 def _metric_names(manifests: Sequence[Manifest]) -> list[str]:
     """The metrics that get a column of their own, no more than a reader can compare: those that something was saved for, or that a policy watches; then
     losses, then the rest; what tells of the machine and not of the model (Hugging Face's Trainer adds five such) only where there is room."""
+    from ckptmgr.core.metrics import metric_name
     from ckptmgr.core.selectors import split_metric
 
     names, watched = set[str](), set[str]()
@@ -127,6 +128,7 @@ def _metric_names(manifests: Sequence[Manifest]) -> list[str]:
         kind, _, metric = reason.partition(":")
         if kind in ("best", "worst"):
             watched.add(split_metric(metric)[0])
+    watched = {metric_name(name, names) or name for name in watched}
     order = sorted(
         names,
         key=lambda name: (

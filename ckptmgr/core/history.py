@@ -10,7 +10,7 @@ from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.lineage import chain
 from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.records import AttemptRecord
-from ckptmgr.core.selectors import Selector, choose
+from ckptmgr.core.selectors import Selector, choose, found_in
 
 _STEPS_NAMED = 8
 
@@ -83,9 +83,7 @@ class History:
         meant = self.meant(selector)
         if meant is not None and meant in self.broken:
             raise self.broken[meant]
-        unknown = selector.kind in ("best", "worst") and not any(
-            selector.metric in manifest.metrics for manifest in self.readable_chain()
-        )
+        unknown = selector.kind in ("best", "worst") and found_in(self.readable_chain(), selector.metric) is None
         found = None if unknown else choose(selector, self.readable_chain(), self.others(), self.tags)
         if found is None:
             raise CheckpointNotFoundError(

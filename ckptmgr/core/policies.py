@@ -10,6 +10,7 @@ Rules:
 - `mode` always names the better direction of a metric; `Worst` looks at the other end.
 - NaN and ±inf never win, at neither end.
 - Ties: the earlier step wins and stays.
+- A metric is found by its name, or by `eval_` and its name (`ckptmgr.core.metrics`).
 - A metric that is not there is reported once, with the names that are, and blocks nothing.
 """
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.metrics import metric_name
 
 Mode = Literal["min", "max"]
 
@@ -182,7 +184,7 @@ class EveryMinutes(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class _Ranked(SavePolicy):
-    """Save when a metric enters the `k` most extreme values seen so far, at one end."""
+    """Save when a metric, by its name or by `eval_` and its name, enters the `k` most extreme values seen so far, at one end."""
 
     metric: str
     mode: Mode = "min"
@@ -217,12 +219,13 @@ class _Ranked(SavePolicy):
     def decide(self, moment: Moment, memory: Memory) -> Decision:
         if not isinstance(moment, Evaluated):
             return Decision(memory=memory)
-        if self.metric not in moment.metrics:
+        name = metric_name(self.metric, moment.metrics)
+        if name is None:
             return self._report_missing(moment, memory)
-        value = _finite(moment.metrics[self.metric])
+        value = _finite(moment.metrics[name])
         if value is None:
-            shown = moment.metrics[self.metric]
-            return Decision(memory=memory, notices=(f"{self.metric} is {shown} at step {moment.step}: not ranked",))
+            shown = moment.metrics[name]
+            return Decision(memory=memory, notices=(f"{name} is {shown} at step {moment.step}: not ranked",))
         return self._rank([value, moment.step], memory)
 
     def _rank(self, entry: list[Any], memory: Memory) -> Decision:

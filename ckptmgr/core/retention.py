@@ -14,8 +14,9 @@ from datetime import datetime, timedelta
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.layout import Stem
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.core.metrics import may_be_same
 from ckptmgr.core.policies import SavePolicy
-from ckptmgr.core.selectors import Mode, better_direction, rank_by_metric
+from ckptmgr.core.selectors import Mode, better_direction, found_in, rank_by_metric
 
 
 class RetentionRule(ABC):
@@ -133,7 +134,7 @@ def unkept_metrics(save: SavePolicy | None, keep: RetentionRule | None) -> tuple
     """The metrics by which `save` chooses what to save, and `keep` keeps nothing."""
     if save is None or keep is None:
         return ()
-    return tuple(metric for metric in save.modes() if metric not in keep.metric_names)
+    return tuple(metric for metric in save.modes() if not any(may_be_same(metric, name) for name in keep.metric_names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +220,10 @@ def plan(
     for manifest in sorted([*chain, *others], key=lambda m: m.stem):
         why = tuple(dict.fromkeys(reasons.get(manifest.stem, ())))
         (keep if why else delete).append(Verdict(manifest=manifest, reasons=why or ("no rule keeps it",)))
-    known = {name for manifest in chain for name in manifest.metrics}
     return RetentionPlan(
         keep=tuple(keep),
         delete=tuple(delete),
-        unknown_metrics=tuple(name for name in dict.fromkeys(rule.metric_names) if name not in known),
+        unknown_metrics=tuple(name for name in dict.fromkeys(rule.metric_names) if found_in(chain, name) is None),
         keeps_by_rule=bool(selected),
     )
 
@@ -256,7 +256,7 @@ def _parts(rule: RetentionRule) -> tuple[RetentionRule, ...]:
 def _ranked(
     metric: str, mode: Mode | None, k: int, chain: Sequence[Manifest], *, worst: bool
 ) -> list[tuple[Stem, str]]:
-    if not any(metric in manifest.metrics for manifest in chain):
+    if found_in(chain, metric) is None:
         return []
     best = rank_by_metric(chain, metric, better_direction(metric, mode, chain), worst=worst)[:k]
     return [(manifest.stem, f"{'worst' if worst else 'best'}:{metric}") for manifest in best]

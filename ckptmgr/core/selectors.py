@@ -1,4 +1,7 @@
-"""Which checkpoint the user means: `latest`, `500`, `best:METRIC[:MODE]`, `worst:METRIC[:MODE]`, `tag:NAME`, `id:STEM`."""
+"""Which checkpoint the user means: `latest`, `500`, `best:METRIC[:MODE]`, `worst:METRIC[:MODE]`, `tag:NAME`, `id:STEM`.
+
+METRIC is a name, or what follows `eval_` in it (`ckptmgr.core.metrics`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Literal
 from ckptmgr.core.errors import ConfigError
 from ckptmgr.core.layout import Stem, tag_key
 from ckptmgr.core.manifest import Manifest
+from ckptmgr.core.metrics import may_be_same, metric_name
 
 Mode = Literal["min", "max"]
 _FORMS = "latest, a step such as 500, best:METRIC[:min|max], worst:METRIC[:min|max], tag:NAME, id:ID"
@@ -93,7 +97,10 @@ def better_direction(metric: str, given: Mode | None, manifests: Iterable[Manife
     """
     if given is not None:
         return given
-    recorded = {mode for manifest in manifests if (mode := manifest.metric_modes.get(metric)) in ("min", "max")}
+    known = {pair for manifest in manifests for pair in manifest.metric_modes.items() if pair[1] in ("min", "max")}
+    recorded = {mode for name, mode in known if name == metric} or {
+        mode for name, mode in known if may_be_same(name, metric)
+    }
     if len(recorded) == 1:
         return "min" if recorded == {"min"} else "max"
     mode = mode_by_name(metric)
@@ -110,10 +117,20 @@ def mode_by_name(metric: str) -> Mode | None:
 
 
 def rank_by_metric(manifests: Iterable[Manifest], metric: str, mode: Mode, *, worst: bool = False) -> list[Manifest]:
-    """Those that carry a finite value of `metric`, the best (or worst) first; among equals the earlier step (K061)."""
+    """Those that carry a finite value of `metric`, the best (or worst) first; among equals the earlier step (K061).
+
+    All are ranked by one metric: that of this very name if any of them has it.
+    """
     down = (mode == "max") != worst
-    usable = [manifest for manifest in manifests if math.isfinite(manifest.metrics.get(metric, math.nan))]
-    return sorted(usable, key=lambda m: (-m.metrics[metric] if down else m.metrics[metric], m.stem))
+    among = list(manifests)
+    name = found_in(among, metric) or metric
+    usable = [manifest for manifest in among if math.isfinite(manifest.metrics.get(name, math.nan))]
+    return sorted(usable, key=lambda m: (-m.metrics[name] if down else m.metrics[name], m.stem))
+
+
+def found_in(manifests: Iterable[Manifest], metric: str) -> str | None:
+    """The name under which any of `manifests` has `metric`; None if none does."""
+    return metric_name(metric, {name for manifest in manifests for name in manifest.metrics})
 
 
 def choose(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptmgr.core.errors import ConfigError
+from ckptmgr.core.metrics import metric_name
 from ckptmgr.training import ranks
 from ckptmgr.training.arguments import TrainingArguments
 
@@ -85,7 +86,7 @@ class Schedule:
         if not self._wants_metric:
             self._scheduler.step()
             return
-        value = ranks.mean_of_ranks(metrics.get(self._metric, metrics.get(f"eval_{self._metric}")))
+        value = ranks.mean_of_ranks(metrics.get(metric_name(self._metric, metrics) or ""))
         if value is None:
             raise ConfigError(
                 f"{type(self._scheduler).__name__} goes by {self._metric!r}, which the evaluation did not give",

@@ -168,12 +168,12 @@ def test_a_missing_metric_is_reported_once_and_blocks_nothing() -> None:
     moments: list[Moment] = []
     for step in (100, 200, 300):
         moments.append(StepEnded(step=step))
-        metrics = {"eval_val_loss": 1.0, "eval_custom_loss": 2.0} | ({"val_loss": 0.5} if step == 300 else {})
+        metrics = {"eval_a_loss": 1.0, "eval_custom_loss": 2.0} | ({"val_loss": 0.5} if step == 300 else {})
         moments.append(Evaluated(step=step, metrics=metrics))
     decisions = decide_all(policy, moments)
     (notice,) = [notice for decision in decisions for notice in decision.notices]
     assert "'val_loss'" in notice
-    assert "eval_custom_loss, eval_val_loss" in notice
+    assert "eval_a_loss, eval_custom_loss" in notice
     assert [reason for decision in decisions for reason in decision.reasons] == [
         "every_n_steps:100",
         "every_n_steps:100",

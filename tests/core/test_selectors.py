@@ -202,7 +202,7 @@ def test_what_there_is_instead_is_named() -> None:
         history.choose(parse_selector("500"))
     measured = {stem: replace(manifest, metrics={"acc": 1.0, "eval_loss": 2.0}) for stem, manifest in many.items()}
     with pytest.raises(CheckpointNotFoundError, match="its metrics are acc, eval_loss - "):
-        History(run_uuid="u", where="RUN", manifests=measured).choose(parse_selector("best:loss"))
+        History(run_uuid="u", where="RUN", manifests=measured).choose(parse_selector("best:f1"))
     with pytest.raises(
         CheckpointNotFoundError, match="its metrics are acc, eval_loss - "
     ):  # its direction does not matter
