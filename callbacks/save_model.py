@@ -41,7 +41,9 @@ class SaveModelCallback(DecidingCallback):
 
     *Preemption.* At a notice (SIGTERM above all; see `Preemption`) training ends at the next edge, saved and uploaded first, and the process ends
     after `on_train_end`, by SystemExit. Hugging Face's Trainer cannot leave a step or an evaluation in the middle: both are finished first, and an
-    evaluation that is due is left out unless it fits into the time that is left. When time is up before that, the process leaves without a save.
+    evaluation that is due is left out unless it fits into the time that is left. When time is up before that, the process leaves without a save, at
+    the next batch of the step or the evaluation. It cannot where a call does not return: ranks that wait in a collective for one that is gone wait for
+    its timeout (`init_process_group(timeout=…)`), or for the platform's kill.
 
     *Hugging Face's Trainer* writes the files itself; they are taken into the local tier at once, before its rotation removes them, by hard link.
     Its own `save_strategy` may be "no": the policy drives saves. A save at the last step of an epoch is made at the end of the epoch, where the Trainer

@@ -4,7 +4,8 @@
 
 Signals, metadata services and a stop file become one thing, a `Notice`. Training looks for it at its edges (between steps, micro-batches and
 evaluation batches), saves, uploads the newest first, and leaves before the deadline. Periodic saves are the promise; this one is a bonus:
-a process that is stuck in one long call sees the notice when that call returns.
+a process that is stuck in one long call sees the notice when that call returns; in a collective that waits for a rank that is gone, at the
+group's timeout.
 """
 
 from __future__ import annotations
