@@ -84,5 +84,10 @@ class DecidingCallback(GuardedCallback):
         elif new:
             _log.info("step %d is saved already; %s asked for it as well", state.global_step, ", ".join(new))
 
+    def _say_unmet(self, state: TrainerState) -> None:
+        """When training ends: what the policy has waited for."""
+        for notice in () if self.policy is None or not state.is_world_process_zero else self.policy.unmet(self._memory):
+            _log.warning("%s", notice)
+
     def _modes(self) -> Mapping[str, str]:
         return {} if self.policy is None else self.policy.modes()

@@ -116,6 +116,10 @@ class EarlyStoppingCallback(AloneCallback):
         if self.source == "evaluation":
             self.metric.say_if_no_host_evaluates(args, state)
 
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """All evaluations of the step before are over."""
+        self.metric.say_if_missing(state)
+
     def on_evaluate(
         self,
         args: Any,
@@ -153,6 +157,7 @@ class EarlyStoppingCallback(AloneCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Put the best weights back, if that is wanted."""
+        self.metric.say_if_missing(state)
         # Hugging Face's control does not tell; who is asked for a preemption beside this callback does.
         notice = getattr(getattr(self._dispatcher, "preemption", None), "notice", None)
         interrupted = notice is not None or getattr(control, "should_interrupt", False)

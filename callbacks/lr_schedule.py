@@ -165,6 +165,8 @@ class LRSchedulerCallback(AloneCallback):
         **kwargs: Any,
     ) -> None:
         """Set the rates of the step that begins."""
+        if self._plateau is not None:
+            self._plateau.metric.say_if_missing(state)
         if optimizer is None or not self._base:
             return
         self._look_for_others(optimizer, state, lr_scheduler)
@@ -196,6 +198,11 @@ class LRSchedulerCallback(AloneCallback):
                 self._plateau.metric.name,
                 ", ".join(f"{rate:g}" for rate in dict.fromkeys(self.rates_at(state.global_step))),
             )
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say what plateau has waited for."""
+        if self._plateau is not None:
+            self._plateau.metric.say_if_missing(state)
 
     # --- state ------------------------------------------------------------------------------------------------------------
 

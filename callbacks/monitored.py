@@ -45,26 +45,40 @@ class Monitored:
         self.mode: Literal["min", "max"] = found
         self.missing_reported = False
         self.asked = 0
+        self._missing: tuple[int, set[str]] | None = None
         self._owner = owner
 
     def read(self, metrics: Mapping[str, Any] | None, state: Any) -> float | None:
         """The value in the metrics of an evaluation, the mean of those of all ranks, maybe not finite; None if it is not there. Says so once.
 
-        A collective where there are several ranks: each must come here with its evaluation.
+        A collective where there are several ranks: each must come here with its evaluation. A host with several evaluation sets makes one of each, at
+        one step, and the metric may be in a later one: that it is missing is said by `say_if_missing`, or here at another step.
         """
         self.asked += 1
+        if self._missing is not None and self._missing[0] != state.global_step:
+            self.say_if_missing(state)
         value = ranks.mean_of_ranks(metric_of(metrics, self.name))
-        if value is None and not self.missing_reported:
-            self.missing_reported = True
-            if state.is_world_process_zero:
-                _log.warning(
-                    "%s has nothing to go by: the evaluation at step %s has no metric %r; present: %s. It counts from the first evaluation that has it.",
-                    self._owner,
-                    state.global_step,
-                    self.name,
-                    ", ".join(sorted(numbers_of(metrics))) or "none",
-                )
+        if value is not None:
+            self._missing = None
+        elif not self.missing_reported:
+            _, present = self._missing or (0, set())
+            self._missing = (state.global_step, {*present, *numbers_of(metrics)})
         return value
+
+    def say_if_missing(self, state: Any) -> None:
+        """When a step begins, or training has ended: that no evaluation before has had it. Once."""
+        if self._missing is None:
+            return
+        (step, present), self._missing = self._missing, None
+        self.missing_reported = True
+        if state.is_world_process_zero:
+            _log.warning(
+                "%s has nothing to go by: the evaluation at step %s has no metric %r; present: %s. It counts from the first evaluation that has it.",
+                self._owner,
+                step,
+                self.name,
+                ", ".join(sorted(present)) or "none",
+            )
 
     def say_if_no_host_evaluates(self, args: Any, state: Any) -> None:
         """When training begins: that Hugging Face's Trainer is told not to evaluate, so that nothing will come."""

@@ -310,6 +310,7 @@ class SaveModelCallback(DecidingCallback):
         """
         host = self._output
         code = 0
+        self._guard("last words of the save policy", lambda: self._say_unmet(state))
         if host is not None and host.saves_without_event:
             self._guard("wait for the other ranks", lambda: ranks.any_rank(False))
         if state.is_world_process_zero and host is not None:

@@ -11,7 +11,7 @@ Rules:
 - NaN and ±inf never win, at neither end.
 - Ties: the earlier step wins and stays.
 - A metric is found by its name, or by `eval_` and its name (`ckptmgr.core.metrics`).
-- A metric that is not there is reported once, with the names that are, and blocks nothing.
+- A metric that is in no evaluation of a step is reported once, at the next step or the end, with the names that are there, and blocks nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from ckptmgr.core.errors import ConfigError
@@ -102,6 +102,10 @@ class SavePolicy(ABC):
     def modes(self) -> dict[str, Mode]:
         """The better direction of each metric that this policy ranks; manifests record it."""
         return {}
+
+    def unmet(self, memory: Memory) -> tuple[str, ...]:
+        """What is left to say when training ends."""
+        return ()
 
     def __or__(self, other: SavePolicy) -> AnyOf:
         """Save when either policy has a reason; one save with all reasons when both have."""
@@ -217,16 +221,22 @@ class _Ranked(SavePolicy):
         return {self.metric: self.mode}
 
     def decide(self, moment: Moment, memory: Memory) -> Decision:
+        memory, said = self._report_missing(moment.step, memory)
         if not isinstance(moment, Evaluated):
-            return Decision(memory=memory)
+            return Decision(memory=memory, notices=said)
         name = metric_name(self.metric, moment.metrics)
         if name is None:
-            return self._report_missing(moment, memory)
+            return Decision(memory=self._missed(moment, memory), notices=said)
         value = _finite(moment.metrics[name])
+        memory = self._seen(moment.step, memory)
         if value is None:
             shown = moment.metrics[name]
-            return Decision(memory=memory, notices=(f"{name} is {shown} at step {moment.step}: not ranked",))
-        return self._rank([value, moment.step], memory)
+            said = (*said, f"{name} is {shown} at step {moment.step}: not ranked")
+            return Decision(memory=memory, notices=said)
+        return replace(self._rank([value, moment.step], memory), notices=said)
+
+    def unmet(self, memory: Memory) -> tuple[str, ...]:
+        return self._report_missing(None, memory)[1]
 
     def _rank(self, entry: list[Any], memory: Memory) -> Decision:
         mine = memory.get(self.key, {})
@@ -247,16 +257,32 @@ class _Ranked(SavePolicy):
         small_first = (self.mode == "min") == (self.end == "best")
         return (value if small_first else -value, step)
 
-    def _report_missing(self, moment: Evaluated, memory: Memory) -> Decision:
+    # --- a metric that is not there ---
+    # A host with several evaluation sets makes an evaluation of each, at one step: what the first one lacks the second may have.
+
+    def _missed(self, moment: Evaluated, memory: Memory) -> Memory:
         mine = memory.get(self.key, {})
-        if mine.get("missing_reported"):
-            return Decision(memory=memory)
-        present = ", ".join(sorted(moment.metrics)) or "none"
+        if mine.get("missing_reported") or mine.get("seen") == moment.step:
+            return memory
+        present = {*mine.get("missing", {}).get("present", ()), *moment.metrics}
+        return {**memory, self.key: {**mine, "missing": {"step": moment.step, "present": sorted(present)}}}
+
+    def _seen(self, step: int, memory: Memory) -> Memory:
+        mine = {name: value for name, value in memory.get(self.key, {}).items() if name != "missing"}
+        return {**memory, self.key: {**mine, "seen": step}}
+
+    def _report_missing(self, step: int | None, memory: Memory) -> tuple[Memory, tuple[str, ...]]:
+        """What is to be said once `step`, or the end, shows that no evaluation of an earlier step had the metric."""
+        mine = memory.get(self.key, {})
+        missing = mine.get("missing")
+        if missing is None or missing["step"] == step:
+            return memory, ()
         notice = (
-            f"{self.end}:{self.metric} has nothing to rank: the evaluation at step {moment.step} has no metric {self.metric!r}; "
-            f"present: {present}. It counts from the first evaluation that has it."
+            f"{self.end}:{self.metric} has nothing to rank: the evaluation at step {missing['step']} has no metric {self.metric!r}; "
+            f"present: {', '.join(missing['present']) or 'none'}. It counts from the first evaluation that has it."
         )
-        return Decision(memory={**memory, self.key: {**mine, "missing_reported": True}}, notices=(notice,))
+        left = {name: value for name, value in mine.items() if name != "missing"}
+        return {**memory, self.key: {**left, "missing_reported": True}}, (notice,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +327,9 @@ class AnyOf(SavePolicy):
 
     def modes(self) -> dict[str, Mode]:
         return {metric: mode for policy in self.policies for metric, mode in policy.modes().items()}
+
+    def unmet(self, memory: Memory) -> tuple[str, ...]:
+        return tuple(notice for policy in self.policies for notice in policy.unmet(memory))
 
     def decide(self, moment: Moment, memory: Memory) -> Decision:
         reasons: list[str] = []

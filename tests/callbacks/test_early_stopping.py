@@ -72,6 +72,23 @@ def test_a_missing_metric_is_said_once_and_blocks_nothing(
     assert "step 1 has no metric 'f1'; present: eval_accuracy, eval_loss" in said[0]
 
 
+def test_the_metric_of_a_later_evaluation_set_is_not_missing(caplog: pytest.LogCaptureFixture) -> None:
+    """Several sets are several evaluations of one step; what none of them has is said when the next step begins, with the names of all."""
+    callback, other = EarlyStoppingCallback("b_loss", 2), EarlyStoppingCallback("c_loss", 2)
+    state, control = TrainerState(), TrainerControl()
+    state.global_step = 1
+    for metrics in ({"eval_a_loss": 1.0}, {"eval_b_loss": 2.0}):
+        for each in (callback, other):
+            each.on_evaluate(None, state, control, metrics=metrics)
+    assert caplog.messages == []
+    for each in (callback, other):
+        each.on_step_begin(None, state, control)
+        each.on_train_end(None, state, control)
+    (line,) = caplog.messages
+    assert "the evaluation at step 1 has no metric 'c_loss'; present: eval_a_loss, eval_b_loss." in line
+    assert (callback.best, callback.metric.missing_reported) == (2.0, False)
+
+
 def test_a_step_that_is_evaluated_twice_counts_once() -> None:
     callback, state, control = EarlyStoppingCallback(patience=2), TrainerState(), TrainerControl()
     for state.global_step in (1, 1, 1, 2, 2):

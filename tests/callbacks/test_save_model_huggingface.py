@@ -343,7 +343,7 @@ class TestMemory(Hosted):
         path = out / "first/checkpoint-4/trainer_state.json"
         state = json.loads(path.read_bytes())
         assert state["stateful_callbacks"]["ckptmgr"]["attributes"]["memory"] == {
-            "best:eval_loss:min": {"ranked": [[0.2, 3]]}
+            "best:eval_loss:min": {"seen": 4, "ranked": [[0.2, 3]]}
         }
         path.write_text(json.dumps({**state, "max_steps": 6}))
         assert run("second", Best("eval_loss"), 6, out / "first/checkpoint-4") == [6]

@@ -158,7 +158,7 @@ def test_what_is_no_finite_number_never_wins(policy: SavePolicy, value: Any) -> 
     """At neither end, and it is said each time."""
     decision = policy.decide(evaluations(value)[0], {})
     assert not decision.should_save
-    assert decision.memory == {}
+    assert "ranked" not in decision.memory[policy.key]  # type: ignore[attr-defined]
     assert len(decision.notices) == 1
 
 
@@ -180,6 +180,28 @@ def test_a_missing_metric_is_reported_once_and_blocks_nothing() -> None:
         "every_n_steps:100",
         "best:val_loss",
     ]
+
+
+@pytest.mark.parametrize("first", ["eval_a_loss", "eval_b_loss"])
+def test_several_evaluation_sets_are_several_evaluations_of_a_step(first: str) -> None:
+    """The metric of one is not missing in the others; what none of a step has is, with the names of all, at the next step or the end."""
+    other = {"eval_a_loss": "eval_b_loss", "eval_b_loss": "eval_a_loss"}[first]
+    policy = Best("eval_b_loss") | Best("eval_c_loss")
+    moments: list[Moment] = []
+    for step, value in ((1, 0.5), (2, 0.7), (3, math.nan)):  # step 2 is not the best, and 3 is not ranked
+        moments += [
+            StepEnded(step=step),
+            *(Evaluated(step=step, metrics={name: value}) for name in (first, other)),
+        ]
+    decisions = decide_all(policy, moments)
+    notice, nan = [notice for decision in decisions for notice in decision.notices]
+    assert nan == "eval_b_loss is nan at step 3: not ranked"
+    assert notice.startswith("best:eval_c_loss has nothing to rank: the evaluation at step 1 ")
+    assert "present: eval_a_loss, eval_b_loss. " in notice
+    assert notice in decisions[3].notices
+    assert policy.unmet(decisions[2].memory) == (notice,)
+    assert policy.unmet(decisions[-1].memory) == ()
+    assert [reason for decision in decisions for reason in decision.reasons] == ["best:eval_b_loss"]
 
 
 def test_a_step_evaluated_twice_counts_once() -> None:
