@@ -15,7 +15,7 @@ I2  Data is written before the manifest, under a stem no other save uses. Nothin
     this rule.
 I3  The manifest is one small create-only write, never multipart. A refused or unanswered create is settled by reading it back.
 I4  Newest is decided by lineage (`ckptmgr.core.lineage`), never by time or by unpadded names.
-I6  A local copy is removed only after its remote commit was confirmed and recorded.
+I6  A local copy is removed only after its remote commit was confirmed and recorded, or that retention would remove it there at once.
 I8  Retention never removes what `ckptmgr.core.retention` protects, nor anything without a manifest (that is gc's, by its own rules).
 I10 A manifest never describes bytes other than those stored: a source that changed fails the upload.
 I12 An attempt that sees a higher claim is superseded: it may still commit under its own number, and never prunes.

@@ -31,7 +31,8 @@ class UploadEntry:
         stem: the save's name in the local tier.
         remote: its name in the store; another one after gc had closed the first.
         state: `pending` (not begun), `uploading` (begun, maybe interrupted), `uploaded` (the manifest is in the store), `failed` (gave up for
-            now: `error` says why; tried again by the next start or drain), `dropped` (pruned in the store meanwhile), `evicted` (given up unsent
+            now: `error` says why; tried again by the next start or drain), `dropped` (pruned in the store meanwhile, or not
+            sent, for retention would prune it right after its commit: `error` says which), `evicted` (given up unsent
             when the queue was full: `error` says why; this entry is all that is left of the save).
         target: URL of the run it goes to.
         source: absolute directory of the files when they are not in the local tier (`ckptmgr push`).

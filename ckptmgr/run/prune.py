@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 
 from ckptmgr.core import protocol
 from ckptmgr.core.errors import ConfigError, ConflictError, IntegrityError, ManifestError
 from ckptmgr.core.history import History
-from ckptmgr.core.layout import ATTEMPTS, PROBE_PREFIX, Stem, manifest_key
+from ckptmgr.core.layout import ATTEMPTS, PROBE_PREFIX, Stem, data_prefix, manifest_key
 from ckptmgr.core.manifest import ClosingRecord, Manifest
 from ckptmgr.core.retention import Protection, RetentionPlan, RetentionRule, Verdict, is_by_age, plan, ranked
 from ckptmgr.run import locks, notes
@@ -68,18 +68,23 @@ def plan_prune(
     )
 
 
-def find_damaged(run: RunDirectory, history: History, rule: RetentionRule) -> frozenset[Stem]:
+def find_damaged(
+    run: RunDirectory, history: History, rule: RetentionRule, *, unsent: Collection[Stem] = ()
+) -> frozenset[Stem]:
     """Those of the lineage that `rule` must not count on: in their favour it would give whole ones away.
 
     These are what this machine has seen damaged, without a further look, for a note that is wrong only keeps one more; and of the best (or worst) that
     `rule` keeps, those that are damaged by the store's own word, down to as many whole ones as it asks for.
+
+    Args:
+        unsent: those that the store cannot have yet; they are whole.
 
     Raises:
         BackendError: the store could not be asked.
     """
     chain = history.readable_chain()
     damaged = set(notes.noted(run.url, [manifest.stem for manifest in chain]))
-    whole: set[Stem] = set()
+    whole = set(unsent)
     while True:
         counted = ranked(rule, [manifest for manifest in chain if manifest.stem not in damaged], utc_now())
         unknown = dict.fromkeys(stem for stem in counted if stem not in whole)
@@ -137,12 +142,7 @@ def prune(
             f"attempt {attempt} of {run.url} is superseded by attempt {history.highest_attempt} and does not prune",
             hint="the newer process does",
         )
-    decided = plan_prune(history, rule, all_lineages=all_lineages)
-    approve(decided)
-    if decided.delete:
-        _refuse_if_newest_is_damaged(run, history)
-        damaged = find_damaged(run, history, rule)
-        decided = plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=certain_now(run, rule))
+    decided = _decide(run, history, rule, all_lineages=all_lineages, approve=approve)
     finished = _finish_interrupted(run, history)
     deleted: list[Verdict] = []
     spared: list[Verdict] = []
@@ -163,6 +163,56 @@ def prune(
             run.remove_empty_folders(stem)
             deleted.append(verdict)
     return Pruned(plan=decided, deleted=tuple(deleted), spared=tuple(spared), finished=finished)
+
+
+def would_delete(run: RunDirectory, rule: RetentionRule, manifest: Manifest, *, attempt: int) -> bool:
+    """Whether `prune` would delete `manifest`, were it committed now, and leave all others as they are left without it; deletes nothing.
+
+    False as well where that prune would not run, and where anything of `manifest` is in the store: what was begun there is to be ended.
+
+    Args:
+        manifest: not committed yet, under the name that it would get.
+        attempt: as for `prune`.
+
+    Raises:
+        CkptmgrError: as `prune`, for it cannot be said then.
+    """
+    refuse_tier(run)
+    history, stem = run.history(), manifest.stem
+    if stem in history.manifests or stem in history.broken or stem in history.closed:
+        return False
+    coming = replace(history, manifests={**history.manifests, stem: manifest})
+    if (coming.highest_attempt or 0) > attempt or coming.newest() == stem:
+        return False
+    gone = _stems(_decide(run, coming, rule, unsent=(stem,)).delete)
+    # Some rules would choose otherwise among the others if it were there.
+    if stem not in gone or gone != _stems(_decide(run, history, rule).delete) | {stem}:
+        return False
+    with locks.exclusive(run.uuid, stem, "read") as free:
+        return free and not run.keys(data_prefix(stem))
+
+
+def _decide(
+    run: RunDirectory,
+    history: History,
+    rule: RetentionRule,
+    *,
+    all_lineages: bool = False,
+    approve: Callable[[RetentionPlan], None] = lambda plan: None,
+    unsent: Collection[Stem] = (),
+) -> RetentionPlan:
+    """What `prune` goes by: the plan, and if anything goes, again with what is damaged and the certain time. See `prune` and `find_damaged`."""
+    decided = plan_prune(history, rule, all_lineages=all_lineages)
+    approve(decided)
+    if not decided.delete:
+        return decided
+    _refuse_if_newest_is_damaged(run, history)
+    damaged = find_damaged(run, history, rule, unsent=unsent)
+    return plan_prune(history, rule, all_lineages=all_lineages, damaged=damaged, now=certain_now(run, rule))
+
+
+def _stems(verdicts: Iterable[Verdict]) -> set[Stem]:
+    return {verdict.manifest.stem for verdict in verdicts}
 
 
 def certain_now(run: RunDirectory, rule: RetentionRule) -> datetime:

@@ -280,7 +280,7 @@ class LocalTier:
         return {entry.target for entry in self.journal.entries() if entry.target}
 
     def uploaded(self) -> set[Stem]:
-        """Saves whose commit in the store was confirmed and recorded: only these may be removed locally (I6)."""
+        """Saves whose commit in the store was confirmed and recorded, or that need none any more: only these may be removed locally (I6)."""
         return {entry.stem for entry in self.journal.entries() if entry.state in ("uploaded", "dropped")}
 
     def last_uploaded(self, target: str) -> Manifest | None:

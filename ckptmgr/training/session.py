@@ -71,6 +71,7 @@ class Session(Watcher):
             stop=stop,
             task=None if settings.in_process else _task(run, tier, attempt, settings),
             committed=tidying,
+            unwanted=tidying.unwanted,
             pause_s=settings.retry_after_s,
             exit_timeout_s=settings.close_timeout_s,
             strict=settings.strict,

@@ -26,6 +26,7 @@ from ckptmgr.run.identity import utc_now
 from ckptmgr.run.journal import UploadEntry
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.messages import Busy, Committed, Event, Failed, Moved
+from ckptmgr.transfer.queue import is_emergency
 from ckptmgr.transfer.status import Meter, age_s
 from ckptmgr.transfer.upload import REFUSALS, Outcome, abort_given_up, in_turn, upload_one
 
@@ -55,6 +56,7 @@ class ReplicationLoop:
         stop: ends everything: no further block is sent.
         report: called with each event, also by the threads that send parts. Must not raise.
         after_commit: clean-up after each commit; its failure is reported, and stops nothing.
+        unwanted: as for `upload_one`; asked, with the upload's lock held, of older saves that no emergency took, and not in a hurry. Must not raise.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
         retries: how many requests the backend has repeated so far.
         abandoned: asked about once a second; True ends an idle loop.
@@ -69,6 +71,7 @@ class ReplicationLoop:
         stop: threading.Event,
         report: Callable[[Event], None],
         after_commit: Callable[[Stem], None] = lambda stem: None,
+        unwanted: Callable[[Manifest], str] = lambda manifest: "",
         pause_s: float = 30.0,
         retries: Callable[[], int] = lambda: 0,
         abandoned: Callable[[], bool] = lambda: False,
@@ -80,6 +83,7 @@ class ReplicationLoop:
         self._stop = stop
         self._report = report
         self._after_commit = after_commit
+        self._unwanted = unwanted
         self._pause_s = pause_s
         self._retries = retries
         self._abandoned = abandoned
@@ -245,7 +249,9 @@ class ReplicationLoop:
         self._meter.restart()
         self._tell()
         try:
-            outcome = upload_one(self._tier, self._target, manifest, entry, moved=self._moved)
+            outcome = upload_one(
+                self._tier, self._target, manifest, entry, moved=self._moved, unwanted=self._why_unwanted
+            )
         finally:
             with self._changed:
                 self._current = None
@@ -262,6 +268,13 @@ class ReplicationLoop:
             )
             self._report(done)
         return outcome
+
+    def _why_unwanted(self, manifest: Manifest) -> str:
+        """As `unwanted`; empty for what is sent whatever retention says."""
+        current = self._current
+        if self._hurrying or is_emergency(manifest) or current is None or current.stem == max(self._tier.run.stems()):
+            return ""
+        return self._unwanted(manifest)
 
     def _moved(self, count: int) -> None:
         """Progress of the upload under way; called by the threads that send its parts, too."""

@@ -23,10 +23,10 @@ class EntryView:
 
     Attributes:
         state: `waiting` for its upload (begun or not), `uploading` by a process that lives, `failed` for now, `uploaded`, `pruned` in the store
-            before its upload ended, or `dropped` by the rules of the queue.
+            before its upload ended or not sent because it would be at once, or `dropped` by the rules of the queue.
         size_bytes: 0 if that is not known any more.
         tries: uploads begun.
-        why: for a failed or dropped one.
+        why: for a failed, pruned or dropped one.
         target: URL of the run it goes to; "" if that was lost.
     """
 
@@ -63,7 +63,7 @@ class TierView:
 
     @property
     def is_durable(self) -> bool:
-        """Whether everything that was saved here is, or was, in the store."""
+        """Whether everything that was saved here is, or was, in the store, or would have been pruned there at once."""
         return not self.pending and not self.of("dropped")
 
 

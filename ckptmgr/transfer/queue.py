@@ -321,11 +321,16 @@ class _Queue:
             return free
 
 
+def is_emergency(manifest: Manifest) -> bool:
+    """Whether it was saved because the machine was about to go."""
+    return any(why.partition(":")[0] in EMERGENCIES for why in manifest.reasons)
+
+
 def _precious(waiting: Sequence[Manifest]) -> set[Stem]:
     """Those that never give way, however old: the best by each metric that a policy watches, and what was saved in an emergency."""
     modes = {(name, mode) for manifest in waiting for name, mode in manifest.metric_modes.items()}
     ranked = [rank_by_metric(waiting, name, "max" if mode == "max" else "min") for name, mode in sorted(modes)]
-    emergencies = (m.stem for m in waiting if any(why.partition(":")[0] in EMERGENCIES for why in m.reasons))
+    emergencies = (manifest.stem for manifest in waiting if is_emergency(manifest))
     return {*(best[0].stem for best in ranked if best), *emergencies}
 
 

@@ -32,11 +32,15 @@ def upload_one(
     entry: UploadEntry,
     *,
     moved: Callable[[int], None] | None = None,
+    unwanted: Callable[[Manifest], str] = lambda manifest: "",
 ) -> Outcome:
     """Replicate one pending save, unless another process of this machine is doing that.
 
+    Args:
+        unwanted: why a save, under its name in the store, need not be sent; empty if it must be. Not asked once a part of it was sent.
+
     Returns:
-        `committed` by this call; `dropped`: pruned in the store meanwhile; `done`: another process settled it just now; `busy`: another
+        `committed` by this call; `dropped`: pruned in the store meanwhile, or unwanted; `done`: another process settled it just now; `busy`: another
         process has it in hand, and may yet fail.
 
     Raises:
@@ -50,6 +54,11 @@ def upload_one(
         if not (tier.holds(entry.stem) if known is None else known.is_pending):
             return "done"
         entry = known or entry
+        why = "" if entry.multiparts else unwanted(manifest.renamed(entry.remote))
+        if why:
+            tier.journal.write(replace(entry, state="dropped", target=run.url, error=f"not sent: {why}"))
+            logger.info("step %d is not sent: %s", manifest.step, why)
+            return "dropped"
         logger.info("step %d uploading: %s, %d bytes", manifest.step, manifest.id, manifest.size_bytes)
         try:
             last = tier.last_uploaded(run.url)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from ckptmgr.core.errors import CkptmgrError, UploadError
 from ckptmgr.core.layout import Stem
+from ckptmgr.core.manifest import Manifest
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.tier import LocalTier
 from ckptmgr.transfer.ending import (
@@ -54,6 +55,7 @@ class Uploader:
         stop: the event that those retries watch; set when an upload has to give way to a newer one, and when `close` runs out of time.
         task: what a transfer process is to do; None: the thread does it itself.
         committed: called after each commit (retention) where the thread does it itself; its errors are logged and kept, and stop nothing.
+        unwanted: as for `ReplicationLoop`, where the thread does it itself.
         pause_s: how long a failure that may pass keeps the queue waiting, unless something new is saved.
         exit_timeout_s: as for `close`, when the program ends without it.
         strict: a program that ends without `close`, and has something pending after that time, exits with 6.
@@ -68,6 +70,7 @@ class Uploader:
         stop: threading.Event,
         task: Task | None = None,
         committed: Callable[[Stem], None] = lambda stem: None,
+        unwanted: Callable[[Manifest], str] = lambda manifest: "",
         pause_s: float = 30.0,
         exit_timeout_s: float | None = 600.0,
         strict: bool = False,
@@ -80,6 +83,7 @@ class Uploader:
         self._stop = stop
         self._task = task
         self._after_commit = committed
+        self._unwanted = unwanted
         self._pause_s = pause_s
         self._exit_timeout_s = exit_timeout_s
         self._strict = strict
@@ -290,6 +294,7 @@ class Uploader:
             give_way=self._stop,
             report=report,
             after_commit=self._after_commit,
+            unwanted=self._unwanted,
             pause_s=self._pause_s,
             retries=lambda: self._run.fs.retries,
             abandoned=_program_is_over,

@@ -133,6 +133,7 @@ class _Host:
             stop=self._stop,
             report=self._report,
             after_commit=self._tidying,
+            unwanted=self._tidying.unwanted,
             pause_s=task.pause_s,
             retries=lambda: fs.retries,
             give_way=give_way,

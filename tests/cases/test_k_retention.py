@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("uploads_in_a_thread")
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Tree = Callable[[str, Mapping[str, bytes]], Path]
 Ask = Callable[..., Any]
+
+DEADLINE_S = 60.0
 
 
 def toy_trainer(steps_per_epoch: int, arguments: TrainingArguments, *callbacks: Any) -> Trainer:
@@ -154,6 +158,7 @@ def test_k009_what_a_run_was_resumed_from_belongs_to_another_run(
     """B goes on from A's best, keeps one best of its own, and dies before or after its first save: A keeps every byte, B writes and removes nothing outside
     its own prefix, and both can be resumed."""
     behind: list[FaultyBackend] = []
+    pause = threading.Event()
 
     def watched(backend: Backend) -> Backend:
         behind.append(FaultyBackend(backend))
@@ -178,6 +183,11 @@ def test_k009_what_a_run_was_resumed_from_belongs_to_another_run(
                     metrics = {"eval_loss": step / 1000}
                     why += manager.should_save(Evaluated(step=step, metrics=metrics))
                     manager.save(step, {"step": step}, metrics=metrics, reasons=why)
+                    assert manager.wait_saved(DEADLINE_S)
+                    until = time.monotonic() + DEADLINE_S
+                    # Each before the next: what retention would remove at once is not sent, and it is to remove something.
+                    while manager.status().uploads.pending and time.monotonic() < until:
+                        pause.wait(0.01)
 
     def listed(name: str) -> list[int]:
         return [row["step"] for row in ask("ls", f"{store.url}/{name}")["checkpoints"]]

@@ -17,13 +17,14 @@ import torch
 from ckptmgr.backends.base import Backend
 from ckptmgr.core.errors import AccessDeniedError, CkptmgrError, DiskFullError
 from ckptmgr.core.layout import Stem
+from ckptmgr.core.retention import KeepLast
 from ckptmgr.run import locks
 from ckptmgr.run.contents import describe
 from ckptmgr.run.directory import RunDirectory
 from ckptmgr.run.driver import file_problem
 from ckptmgr.run.intake import take
 from ckptmgr.run.tier import LocalTier
-from ckptmgr.testing.faulty import FaultyBackend, StoreFault, transient
+from ckptmgr.testing.faulty import Call, FaultyBackend, StoreFault, transient
 from ckptmgr.testing.stores import Store
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.transfer.drain import drain
@@ -63,6 +64,11 @@ class Down:
         self._backend = FaultyBackend(inner)
         self.gate = self._backend.add(StoreFault(verb="put_file", times=None, hold=True, error=transient))
         return self._backend
+
+    def calls(self) -> list[Call]:
+        """The uploads of files that were asked for."""
+        assert self._backend is not None
+        return self._backend.calls("put_file")
 
     def up(self) -> None:
         assert self._backend is not None
@@ -117,6 +123,45 @@ def test_an_outage_longer_than_the_queue(
     assert manager.close().pending == ()
     assert [stem.step for stem in RunDirectory.open(url).stems()] == [100, 200, 300, 600, 700]
     assert cli_here("status", disk).returncode == 6
+
+
+def test_what_retention_would_remove_at_once_is_not_sent(make_store: MakeStore, tmp_path: Path, cli_here: Cli) -> None:
+    """Six wait while the store is down, and two may stay: when it is up two are sent, the others are neither pending nor lost, for anybody who asks."""
+    url, disk, down = f"{make_store('local').url}/run", tmp_path / "disk", Down()
+    manager = CheckpointManager(
+        url, local_dir=disk, wrap_backend=down, keep=KeepLast(2), keep_local=KeepLast(3), transfer="thread"
+    )
+    manager.begin()
+    manager.save(100, state_of(1))
+    assert manager.wait_saved(DEADLINE_S)
+    assert down.gate.reached.wait(DEADLINE_S)
+    for step in (200, 300, 400, 500, 600):
+        manager.save(step, state_of(step))
+        assert manager.wait_saved(DEADLINE_S)
+    assert len(manager.status().uploads.pending) == 6
+    before = len(down.calls())
+    down.up()
+    report = manager.close()
+    assert (report.pending, report.dropped, report.exit_code) == ((), 0, 0)
+    status = manager.status().uploads
+    assert (status.pending, status.dropped, status.lag, status.committed) == ((), 0, None, 2)
+
+    sent = down.calls()[before:]
+    assert 2 * WEIGHTS * 4 <= sum(call.size for call in sent) < 3 * WEIGHTS * 4
+    assert [stem.step for stem in RunDirectory.open(url).stems()] == [500, 600]
+    assert whole(LocalTier.open(disk)) == [400, 500, 600]
+    told = cli_here("status", disk, "--json")
+    (tier,) = json.loads(told.stdout)["tiers"]
+    assert (told.returncode, tier["pending"], tier["dropped"], tier["durable"]) == (0, 0, 0, True)
+    assert [(entry["step"], entry["state"]) for entry in tier["entries"]] == [
+        (600, "uploaded"),
+        (500, "uploaded"),
+        (400, "pruned"),
+    ]
+    assert "step 400 pruned: not sent: keep=KeepLast(n=2) would remove it at once" in cli_here("status", disk).stdout
+    drained = cli_here("drain", disk, "--json")
+    assert (drained.returncode, json.loads(drained.stdout)["pending"]) == (0, [])
+    assert [stem.step for stem in RunDirectory.open(url).stems()] == [500, 600]
 
 
 def test_drops_are_in_the_exit_code_of_one_drain(

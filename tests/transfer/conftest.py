@@ -89,8 +89,14 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(tmp_path, monkeypatch)
+def make_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Disk]:
+    """Opens the run and the tier below a folder, or makes them."""
+    return lambda folder: Disk(folder, monkeypatch)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, make_disk: Callable[[Path], Disk]) -> Disk:
+    return make_disk(tmp_path)
 
 
 @pytest.fixture
