@@ -68,15 +68,15 @@ def created_unseen(run: RunDirectory, uuid: str, kind: str) -> RunRecord | None:
     return record
 
 
-def runs_below(run: RunDirectory) -> list[str]:
-    """Names of the runs and artifacts one level below `run`, which is then a store of them; of a large one, some.
+def runs_among(run: RunDirectory, names: Sequence[str]) -> list[str]:
+    """Those of `names`, found one level below `run`, that are runs or artifacts: it is a store of them then. Of many names, the first are looked at.
 
     Raises:
         BackendError: could not look.
     """
-    names = names_below(run, "")[:_LOOKED_AT]
-    found = run.map(lambda name: run.read(f"{name}/{layout.RUN_FILE}"), names)
-    return [name for name, data in zip(names, found, strict=True) if data is not None]
+    looked_at = names[:_LOOKED_AT]
+    found = run.map(lambda name: run.read(f"{name}/{layout.RUN_FILE}"), looked_at)
+    return [name for name, data in zip(looked_at, found, strict=True) if data is not None]
 
 
 def store_text(url: str, below: Sequence[str], noun: str = "a run") -> str:
@@ -102,7 +102,7 @@ def _uuid_for_creation(run: RunDirectory, uuid: str | None, noun: str) -> str:
         logger.warning(
             "%s has lost its %s; it is made again, as its manifests say: run %s", run.url, layout.RUN_FILE, uuid
         )
-    below = runs_below(run)
+    below = runs_among(run, names_below(run, ""))
     if below:
         raise ConflictError(
             store_text(run.url, below, noun),

@@ -29,10 +29,10 @@ from ckptmgr.core.records import (
     decode_run,
     encode_tag,
 )
-from ckptmgr.run.creation import create, created_unseen, runs_below, store_text
+from ckptmgr.run.creation import create, created_unseen, runs_among, store_text
 from ckptmgr.run.history import attempts_of, judged, read_history, stems_in, tags_of
 from ckptmgr.run.identity import new_uuid, utc_stamp
-from ckptmgr.run.loose import LooseData, Names, loose_in, names_in
+from ckptmgr.run.loose import LooseData, Names, loose_in, names_below, names_in
 
 _T = TypeVar("_T")
 _READERS = 16
@@ -157,9 +157,11 @@ class RunDirectory:
     def _not_found(self) -> CheckpointNotFoundError:
         lost = len(self.stems())
         if not lost:
-            # What may not be read may be a run or not.
+            # A refused look at what lies here is raised (I7): nobody may start from scratch because of it.
+            names = names_below(self, "")
+            # One of what lies below is not: that may be a run or not, and is something in any case.
             with contextlib.suppress(AccessDeniedError):
-                if below := runs_below(self):
+                if below := runs_among(self, names):
                     return CheckpointNotFoundError(
                         store_text(self.url, below),
                         hint=f"name one of them, such as {self.url}/{below[0]}; `ckptmgr ls` lists them",
