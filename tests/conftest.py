@@ -359,20 +359,11 @@ class Forks:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self._alone: bool | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether none of the imports has started a thread: nothing may be forked beside one."""
-        if self._alone is None:
-            self._alone = self._answer()["alone"]
-        return self._alone
 
     def run(
         self, processes: Sequence[Sequence[object]], folder: Path, *, deadline_s: float, cwd: Path, **job: Any
     ) -> list[tuple[int, str, str]]:
         """The exit code and the two outputs, which are kept in `folder`, of a process for each list of arguments, all at the same time."""
-        assert self.alone
         said = [(folder / f"out-{number}", folder / f"err-{number}") for number in range(len(processes))]
         job["processes"] = [
             {"arguments": [*map(str, arguments)], "out": str(out), "err": str(err)}

@@ -1,8 +1,9 @@
 """Programs, each a process that is forked here, where what they import was imported once: `forks.py MODULE …`.
 
-Says first, as JSON, whether it is `{"alone": true}`: an import that starts a thread makes forks unsafe. Then it
-reads one job per line of standard input, and forks for each of its processes. Answers `{"pids": […]}` at once, and `{"codes": […]}` when all have
+Reads one job per line of standard input, and forks for each of its processes. Answers `{"pids": […]}` at once, and `{"codes": […]}` when all have
 ended; a negative code is a signal. What is still running after `deadline_s` prints its stacks and ends with 1.
+
+An import that starts a thread makes forks unsafe (beside TRL, transformers imports pyarrow, which has some): the processes are started anew then.
 
     {"program": "…", "cwd": …, "env": {…}, "deadline_s": 60, "processes": [{"arguments": […], "out": …, "err": …}, …]}
 
@@ -18,17 +19,25 @@ import os
 import runpy
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 
-def fork(job: dict[str, Any], process: dict[str, Any]) -> int:
-    """Its process id; does not return in the child."""
+def start(job: dict[str, Any], process: dict[str, Any], *, is_alone: bool) -> int:
+    """The id of a process that does what `run` does; a forked one does not return."""
+    if not is_alone:
+        this = [sys.executable, __file__, "--one", json.dumps([job, process])]
+        return os.posix_spawn(sys.executable, this, os.environ)
     pid = os.fork()
-    if pid:
-        return pid
+    if not pid:
+        run(job, process)
+    return pid
+
+
+def run(job: dict[str, Any], process: dict[str, Any]) -> NoReturn:
+    """Be that process from now on."""
     for number, path in enumerate((os.devnull, process["out"], process["err"])):
         fd = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(fd, number)
@@ -54,16 +63,18 @@ def fork(job: dict[str, Any], process: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--one":
+        run(*json.loads(sys.argv[2]))
     for name in sys.argv[1:]:
         importlib.import_module(name)
     torch.set_num_threads(1)
     # The first optimizer imports 800 modules more.
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     # A lock that another thread holds in the moment of a fork stays locked for ever.
-    print(json.dumps({"alone": len(os.listdir("/proc/self/task")) == 1}), flush=True)
+    is_alone = len(os.listdir("/proc/self/task")) == 1
     for line in sys.stdin:
         todo = json.loads(line)
-        pids = [fork(todo, process) for process in todo["processes"]]
+        pids = [start(todo, process, is_alone=is_alone) for process in todo["processes"]]
         print(json.dumps({"pids": pids}), flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(json.dumps({"codes": codes}), flush=True)

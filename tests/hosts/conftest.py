@@ -93,9 +93,6 @@ def run_script(
 
     def run(script: Path, arguments: Sequence[object], cwd: Path, imports: Sequence[str]) -> tuple[int, str]:
         forks = make_forks(*imports, env=OFFLINE)
-        if not forks.alone:  # beside TRL, transformers imports pyarrow, which has threads
-            done = run_command([sys.executable, str(script), *map(str, arguments)], cwd)
-            return done.returncode, done.stdout + done.stderr
         said = tmp_path_factory.mktemp("said")
         ((code, out, err),) = forks.run(
             [arguments], said, deadline_s=DEADLINE_S, cwd=cwd, script=str(script), env=OFFLINE
