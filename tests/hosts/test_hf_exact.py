@@ -6,8 +6,7 @@ signals to real processes.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,8 @@ pytestmark = [
     pytest.mark.usefixtures("offline", "one_thread"),
 ]
 
-_spec = importlib.util.spec_from_file_location("ckptmgr_test_hf_trainings", Path(__file__).with_name("hf_trainings.py"))
-assert _spec is not None
-assert _spec.loader is not None
-hf: Any = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = hf
-_spec.loader.exec_module(hf)
+# To pytest, the folders of tests are packages.
+hf: Any = importlib.import_module("tests.hosts.hf_trainings")
 
 
 # Where the first process dies, and the step that the second one goes on from.
